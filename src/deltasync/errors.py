@@ -1,0 +1,83 @@
+"""The error tree: one class for each thing that a handler can do about it."""
+
+from typing import ClassVar
+
+
+class DeltasyncError(Exception):
+    """Base of all errors that deltasync raises on purpose.
+
+    `kind` is stable across releases: log it, count it, match on it. `rule` names the broken rule of docs/format.md
+    where there is one. `hint` says what to do.
+    """
+
+    kind: ClassVar[str] = "error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        rule: str | None = None,
+        version: int | None = None,
+        key: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.rule = rule
+        self.version = version
+        self.key = key
+
+    def __str__(self) -> str:
+        text = self.message
+        if self.rule is not None:
+            text += f" [{self.rule}]"
+        if self.hint is not None:
+            text += f" ({self.hint})"
+        return text
+
+
+class ConflictError(DeltasyncError):
+    """Another writer won. Stop."""
+
+    kind = "conflict"
+
+
+class NotFoundError(DeltasyncError):
+    """The thing asked for is not there. Choose another version."""
+
+    kind = "not_found"
+
+
+class MismatchError(DeltasyncError):
+    """These bits are not the parent's bits. Start again from an anchor."""
+
+    kind = "mismatch"
+
+
+class CorruptError(DeltasyncError):
+    """The bytes are damaged. Fetch them again, then start again from an anchor."""
+
+    kind = "corrupt"
+
+
+class FormatError(DeltasyncError):
+    """A format, codec or field that this release does not understand. Upgrade."""
+
+    kind = "format"
+
+
+class StoreError(DeltasyncError):
+    """The store failed. Retry if `transient`."""
+
+    kind = "store"
+
+    def __init__(self, message: str, *, transient: bool, hint: str | None = None, key: str | None = None) -> None:
+        super().__init__(message, hint=hint, key=key)
+        self.transient = transient
+
+
+class InvalidInputError(DeltasyncError, ValueError):
+    """The call is wrong. Fix it."""
+
+    kind = "invalid_input"

@@ -1,0 +1,57 @@
+"""The state digest: two 64-bit lanes that add up over elements, blocks and ranks."""
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from deltasync.errors import FormatError
+from deltasync.format.layout import Layout
+from deltasync.format.weights import tensor_seed
+
+_LANE_MASK = (1 << 64) - 1
+_HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class StateDigest:
+    """A digest, or a difference of two; lanes add and subtract modulo 2^64."""
+
+    lane0: int
+    lane1: int
+
+    ZERO: ClassVar["StateDigest"]
+
+    @classmethod
+    def of(cls, lanes: tuple[int, int]) -> "StateDigest":
+        """From the sums that the kernels give, reduced modulo 2^64."""
+        return cls(lanes[0] & _LANE_MASK, lanes[1] & _LANE_MASK)
+
+    @classmethod
+    def from_hex(cls, text: object) -> "StateDigest":
+        """The inverse of `hex`; FormatError on anything but 32 lower-case hex digits."""
+        if not isinstance(text, str) or _HEX.fullmatch(text) is None:
+            raise FormatError(f"{text!r:.80} is not a state digest of 32 hex digits", rule="digest.hex")
+        return cls(int(text[:16], 16), int(text[16:], 16))
+
+    @property
+    def hex(self) -> str:
+        """Lane 0, then lane 1, 16 digits each."""
+        return f"{self.lane0:016x}{self.lane1:016x}"
+
+    def __add__(self, other: "StateDigest") -> "StateDigest":
+        return StateDigest.of((self.lane0 + other.lane0, self.lane1 + other.lane1))
+
+    def __sub__(self, other: "StateDigest") -> "StateDigest":
+        return StateDigest.of((self.lane0 - other.lane0, self.lane1 - other.lane1))
+
+    def __str__(self) -> str:
+        return self.hex
+
+
+StateDigest.ZERO = StateDigest(0, 0)
+
+
+def layout_digest(layout: Layout) -> StateDigest:
+    """The digest of a state whose bits are all zero: it binds names, types and shapes, even of empty tensors."""
+    seeds = [tensor_seed(t) for t in layout.tensors]
+    return StateDigest.of((sum(s[0] for s in seeds), sum(s[1] for s in seeds)))

@@ -1,0 +1,90 @@
+"""Keys of a feed's objects, relative to its prefix. No other module builds or takes apart a key.
+
+Parsers give None for a key that no builder gives, so that a stray object in the feed is passed over.
+"""
+
+import re
+
+from deltasync.errors import InvalidInputError
+from deltasync.format import limits
+from deltasync.format.strict_json import is_sha256
+
+FEED = "feed.json"
+VERSIONS = "versions/"
+SKIPS = "skips/"
+PAYLOADS = "payloads/"
+REPLICAS = "replicas/"
+
+_VERSION = re.compile(r"versions/([0-9]{20})\.json", re.ASCII)
+_SKIP = re.compile(r"skips/([0-9]{20})-([0-9]{20})\.json", re.ASCII)
+_PAYLOAD = re.compile(r"payloads/([0-9a-f]{64})\.safetensors", re.ASCII)
+_REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+
+
+def version_key(version: int) -> str:
+    """The manifest of a version: its creation is the commit."""
+    _require_version(version)
+    return f"{VERSIONS}{version:020d}.json"
+
+
+def skip_key(start: int, end: int) -> str:
+    """The manifest of the change from version `start` to `end`, at least two further on."""
+    _require_version(start)
+    _require_version(end)
+    if end - start < 2:
+        raise InvalidInputError(f"a skip from version {start} to {end}", rule="key.skip")
+    return f"{SKIPS}{start:020d}-{end:020d}.json"
+
+
+def payload_key(sha256: str) -> str:
+    """A payload, by the SHA-256 of the whole file."""
+    if not is_sha256(sha256):
+        raise InvalidInputError(f"{sha256!r:.80} is not a SHA-256 in hex", rule="key.payload")
+    return f"{PAYLOADS}{sha256}.safetensors"
+
+
+def replica_key(replica_id: str) -> str:
+    """The heartbeat of a replica."""
+    if _REPLICA_ID.fullmatch(replica_id) is None:
+        raise InvalidInputError(
+            f"{replica_id!r:.80} is not a replica id",
+            rule="key.replica",
+            hint="up to 128 letters, digits, dots, dashes and underscores",
+        )
+    return f"{REPLICAS}{replica_id}.json"
+
+
+def parse_version_key(key: str) -> int | None:
+    """The version whose manifest this is."""
+    match = _VERSION.fullmatch(key)
+    return None if match is None else _bounded(match[1])
+
+
+def parse_skip_key(key: str) -> tuple[int, int] | None:
+    """The two versions that a skip joins."""
+    match = _SKIP.fullmatch(key)
+    if match is None:
+        return None
+    start, end = _bounded(match[1]), _bounded(match[2])
+    return None if start is None or end is None or end - start < 2 else (start, end)
+
+
+def parse_payload_key(key: str) -> str | None:
+    """The SHA-256 of a payload."""
+    match = _PAYLOAD.fullmatch(key)
+    return None if match is None else match[1]
+
+
+def parse_replica_key(key: str) -> str | None:
+    """The id of a replica."""
+    name = key.removeprefix(REPLICAS).removesuffix(".json")
+    return name if _REPLICA_ID.fullmatch(name) is not None and key == f"{REPLICAS}{name}.json" else None
+
+
+def _bounded(digits: str) -> int | None:
+    return int(digits) if int(digits) <= limits.VERSION_MAX else None
+
+
+def _require_version(version: int) -> None:
+    if not 0 <= version <= limits.VERSION_MAX:
+        raise InvalidInputError(f"version {version}", rule="key.version")

@@ -1,0 +1,127 @@
+"""The layout: which tensors there are, in which order, of which type and shape."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from deltasync.errors import FormatError, MismatchError
+from deltasync.format import limits
+from deltasync.format.dtypes import DType, dtype_named
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, element type and shape of one tensor, in Hugging Face checkpoint coordinates."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.width
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype.name}{list(self.shape)}"
+
+    def to_json(self) -> list[Any]:
+        return [self.name, self.dtype.name, list(self.shape)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All tensors of a model, ascending by name (UTF-8 bytes), so that every side agrees on the order."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorSpec]) -> "Layout":
+        """Sort, check the limits, refuse duplicates."""
+        ordered = tuple(sorted(tensors, key=lambda t: t.name.encode()))
+        if len(ordered) > limits.TENSORS_MAX:
+            raise FormatError(f"{len(ordered)} tensors, at most {limits.TENSORS_MAX} are allowed", rule="layout.count")
+        for i, spec in enumerate(ordered):
+            _check_spec(spec)
+            if i and ordered[i - 1].name == spec.name:
+                raise FormatError(f"tensor {spec.name!r} appears twice", rule="layout.duplicate")
+        return cls(ordered)
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Layout":
+        """The inverse of `to_json`; FormatError on anything else."""
+        if not isinstance(value, list):
+            raise FormatError("the layout is not a list", rule="layout.type")
+        specs = [_spec_from_json(item) for item in value]
+        layout = cls.of(specs)
+        if list(layout.tensors) != specs:
+            raise FormatError("the layout is not sorted by name", rule="layout.order")
+        return layout
+
+    def to_json(self) -> list[Any]:
+        return [t.to_json() for t in self.tensors]
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the canonical JSON of the layout, in hex: its identity."""
+        return hashlib.sha256(canonical_json(self.to_json())).hexdigest()
+
+    @cached_property
+    def ordinals(self) -> dict[str, int]:
+        return {t.name: i for i, t in enumerate(self.tensors)}
+
+    @property
+    def elements(self) -> int:
+        return sum(t.elements for t in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+    def require_equal(self, other: "Layout", *, ours: str, theirs: str) -> None:
+        """MismatchError that names the first tensor that differs, and both sides."""
+        if self.tensors == other.tensors:
+            return
+        mine = {t.name: t for t in self.tensors}
+        others = {t.name: t for t in other.tensors}
+        for name in sorted(mine.keys() | others.keys(), key=str.encode):
+            a, b = mine.get(name), others.get(name)
+            if a == b:
+                continue
+            told = " but ".join(
+                f"{spec} in {side}" if spec is not None else f"not in {side}" for spec, side in ((a, ours), (b, theirs))
+            )
+            raise MismatchError(
+                f"tensor {name!r} differs: {told}",
+                rule="layout.differs",
+                hint="a delta joins two states of one layout; check that both are the same model",
+            )
+
+
+def canonical_json(value: Any) -> bytes:
+    """JSON with sorted keys and no white space, UTF-8: equal values give equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _spec_from_json(item: Any) -> TensorSpec:
+    match item:
+        case [str(name), str(dtype), list(shape)] if all(type(d) is int and d >= 0 for d in shape):
+            return TensorSpec(name, dtype_named(dtype), tuple(shape))
+    raise FormatError(f"layout entry {item!r:.200} is not [name, dtype, shape]", rule="layout.entry")
+
+
+def _check_spec(spec: TensorSpec) -> None:
+    name_bytes = len(spec.name.encode())
+    if not 0 < name_bytes <= limits.NAME_BYTES_MAX:
+        raise FormatError(f"tensor name of {name_bytes} bytes", rule="layout.name")
+    if len(spec.shape) > limits.DIMENSIONS_MAX:
+        raise FormatError(f"tensor {spec.name!r} has {len(spec.shape)} dimensions", rule="layout.dimensions")
+    if any(d > limits.ELEMENTS_MAX for d in spec.shape) or spec.elements > limits.ELEMENTS_MAX:
+        raise FormatError(f"tensor {spec.name!r} has more than {limits.ELEMENTS_MAX} elements", rule="layout.elements")

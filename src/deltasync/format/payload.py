@@ -1,0 +1,272 @@
+"""The payload: a safetensors file that holds an index and the bytes of blocks.
+
+Any safetensors reader opens it. Coded blocks are U8 tensors, one after another, so that each is one range of the
+file. A `coo/1` payload holds plain `{name}.indices` and `{name}.values` instead.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from deltasync.errors import CorruptError, FormatError
+from deltasync.format.digest import StateDigest, layout_digest
+from deltasync.format.dtypes import DTYPES, DType
+from deltasync.format.index import COO, PLANES, BlockRecord, decode_index, encode_index
+from deltasync.format.layout import Layout, TensorSpec
+from deltasync.format.runs import require_disjoint
+from deltasync.format.safetensors import Entry, Header, Read, header_bytes, read_exactly, read_header
+from deltasync.format.strict_json import is_decimal
+from deltasync.format.weights import Runs
+
+FORMAT = "deltasync/1"
+INDEX_NAME = "deltasync.index"
+Kind = Literal["delta", "anchor"]
+Range = tuple[int, int]
+"""First byte, and the byte after the last."""
+
+_PREFIX_BYTES = 64 << 10
+_U8 = DTYPES["U8"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """One block with its bytes. `digest` is the sum of key * (new - old) over it (old is 0 in an anchor)."""
+
+    codec: str
+    runs: Runs
+    changed: int
+    digest: StateDigest
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockInfo(BlockRecord):
+    """One block and where its bytes lie in the file: one range, or two for `coo/1` (indices, values)."""
+
+    ranges: tuple[Range, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(end - begin for begin, end in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadHeader:
+    """What a payload is a change of. An anchor has no parent."""
+
+    kind: Kind
+    layout: Layout
+    parent_digest: StateDigest | None
+    digest: StateDigest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Payload:
+    """A checked payload whose blocks are read on demand, each verified against its SHA-256."""
+
+    header: PayloadHeader
+    block_infos: tuple[BlockInfo, ...]
+    nbytes: int
+    read: Read
+
+    @classmethod
+    def parse(cls, data: Any) -> "Payload":
+        """From a buffer (bytes, memoryview, mmap) that holds the whole file and outlives the payload."""
+        view = memoryview(data).cast("B")
+        return cls.open(lambda offset, length: bytes(view[offset : offset + length]), len(view))
+
+    @classmethod
+    def open(cls, read: Read, nbytes: int) -> "Payload":
+        """From ranges of a file of `nbytes` bytes: one small read, two if header and index are long."""
+        read_once = _with_prefix(read, nbytes)
+        header = read_header(read_once, nbytes)
+        kind = _checked_metadata(header.metadata)
+        index = next((e for e in header.entries if e.name == INDEX_NAME), None)
+        if index is None:
+            raise CorruptError(f"there is no tensor {INDEX_NAME}", rule="payload.tensors")
+        layout, records = decode_index(read_exactly(read_once, index.begin, index.end - index.begin))
+        parsed = PayloadHeader(
+            kind=kind,
+            layout=layout,
+            parent_digest=StateDigest.from_hex(header.metadata["parent_digest"]) if kind == "delta" else None,
+            digest=StateDigest.from_hex(header.metadata["digest"]),
+        )
+        _check_consistent(parsed, records)
+        for name, told in _metadata(parsed, records).items():
+            if header.metadata[name] != told:
+                rule = "payload.layout" if name == "layout_sha256" else "payload.totals"
+                raise CorruptError(f"{name} is {header.metadata[name]:.80}, the index says {told}", rule=rule)
+        return cls(parsed, _located(layout, records, header), nbytes, read)
+
+    def block(self, i: int) -> Block:
+        """Block `i`; CorruptError if its bytes do not have the SHA-256 that the index names."""
+        info = self.block_infos[i]
+        data = b"".join(read_exactly(self.read, begin, end - begin) for begin, end in info.ranges)
+        return check_block(info, data)
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks, in order."""
+        return (self.block(i) for i in range(len(self.block_infos)))
+
+
+def check_block(record: BlockRecord, data: bytes) -> Block:
+    """The block whose bytes were fetched by its ranges; CorruptError if their SHA-256 is another."""
+    if hashlib.sha256(data).hexdigest() != record.sha256:
+        raise CorruptError("the bytes of a block do not have its SHA-256", rule="block.sha256")
+    return Block(record.codec, record.runs, record.changed, record.digest, data)
+
+
+def write_payload(header: PayloadHeader, blocks: Sequence[Block]) -> bytes:
+    """The whole file; equal input gives equal bytes."""
+    return b"".join(payload_chunks(header, blocks))
+
+
+def payload_chunks(header: PayloadHeader, blocks: Sequence[Block]) -> Iterator[bytes | memoryview]:
+    """The file in pieces, without a second copy of the blocks. Refuses what a reader would refuse."""
+    records = tuple(
+        BlockRecord(b.codec, b.runs, b.changed, b.digest, hashlib.sha256(b.data).hexdigest()) for b in blocks
+    )
+    _check_consistent(header, records)
+    index = encode_index(header.layout, records)
+    parts = _parts(header.layout, records)
+    specs = []
+    for part in parts:
+        size = len(index) if part.block is None else len(blocks[part.block].data)
+        specs.append(TensorSpec(part.name, part.dtype, (size if part.length is None else part.length,)))
+    yield header_bytes(specs, {**_metadata(header, records), "format": FORMAT})
+    for part, spec in zip(parts, specs, strict=True):
+        if part.block is None:
+            yield index
+        else:
+            data = memoryview(blocks[part.block].data)
+            yield data[len(data) - spec.nbytes :] if part.is_tail else data[: spec.nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One tensor of the file: the index (`block` is None), a block, or one half of a `coo/1` block."""
+
+    name: str
+    dtype: DType
+    length: int | None
+    block: int | None
+    is_tail: bool = False
+
+
+def _parts(layout: Layout, records: Sequence[BlockRecord]) -> list[_Part]:
+    """The tensors that a payload must have, in file order."""
+    index = _Part(INDEX_NAME, _U8, None, None)
+    if not any(r.codec == COO for r in records):
+        return [index, *(_Part(f"deltasync.block.{i:08d}", _U8, None, i) for i in range(len(records)))]
+    halves = []
+    for i, record in enumerate(records):
+        spec = layout.tensors[int(record.runs[0, 0])]
+        halves.append(_Part(f"{spec.name}.indices", DTYPES[f"I{8 * index_dtype(spec).itemsize}"], record.changed, i))
+        halves.append(_Part(f"{spec.name}.values", spec.dtype, record.changed, i, is_tail=True))
+    # Widest first keeps every tensor aligned to its own width, which zero-copy readers need.
+    return [*sorted(halves, key=lambda p: (-p.dtype.width, p.is_tail, p.block)), index]
+
+
+def _with_prefix(read: Read, nbytes: int) -> Read:
+    """`read` with the first bytes of the file fetched once: most headers and indices lie inside."""
+    prefix = read_exactly(read, 0, min(nbytes, _PREFIX_BYTES))
+
+    def read_cached(offset: int, length: int) -> bytes:
+        end = min(offset + length, nbytes)
+        return prefix[offset:end] if end <= len(prefix) else read(offset, end - offset)
+
+    return read_cached
+
+
+def index_dtype(spec: TensorSpec) -> np.dtype[np.signedinteger]:
+    """The type of `{name}.indices`: 4 bytes while every position fits."""
+    return np.dtype("<i4" if spec.elements < 1 << 31 else "<i8")
+
+
+def _located(layout: Layout, records: Sequence[BlockRecord], header: Header) -> tuple[BlockInfo, ...]:
+    parts = _parts(layout, records)
+    found: list[list[Range]] = [[] for _ in records]
+    heads_first = sorted(zip(parts, header.entries, strict=False), key=lambda pair: pair[0].is_tail)
+    for part, entry in heads_first:
+        _require_entry(part, entry)
+        if part.block is not None:
+            found[part.block].append((entry.begin, entry.end))
+    if len(parts) != len(header.entries):
+        raise CorruptError(f"{len(header.entries)} tensors where {len(parts)} belong", rule="payload.tensors")
+    return tuple(
+        BlockInfo(r.codec, r.runs, r.changed, r.digest, r.sha256, tuple(ranges))
+        for r, ranges in zip(records, found, strict=True)
+    )
+
+
+def _require_entry(part: _Part, entry: Entry) -> None:
+    shape_fits = len(entry.shape) == 1 and part.length in (None, entry.shape[0])
+    if part.name != entry.name or part.dtype != entry.dtype or not shape_fits:
+        wanted = f"{part.name}: {part.dtype.name}[{'n' if part.length is None else part.length}]"
+        raise CorruptError(f"found {entry.spec!s:.200} where {wanted:.200} belongs", rule="payload.tensors")
+
+
+def _metadata(header: PayloadHeader, records: Iterable[BlockRecord]) -> dict[str, str]:
+    """The entries of `__metadata__` that follow from the index."""
+    fields = {
+        "kind": header.kind,
+        "layout_sha256": header.layout.sha256,
+        "digest": header.digest.hex,
+        "elements": str(header.layout.elements),
+        "changed": str(sum(r.changed for r in records)),
+    }
+    if header.parent_digest is not None:
+        fields["parent_digest"] = header.parent_digest.hex
+    return fields
+
+
+def _checked_metadata(metadata: dict[str, str]) -> Kind:
+    """The kind, once every field that it needs is there."""
+    found = metadata.get("format")
+    if found != FORMAT:
+        problem = "this is not a deltasync payload" if found is None else f"the format is {found!r:.80}"
+        raise FormatError(problem, rule="payload.format", hint=f"this release reads {FORMAT}")
+    kind = metadata.get("kind")
+    if kind is None:
+        raise CorruptError("__metadata__ lacks kind", rule="payload.metadata")
+    if kind not in ("delta", "anchor"):
+        raise FormatError(f"a payload of kind {kind!r:.80}", rule="payload.kind", hint="upgrade deltasync")
+    needed = ["layout_sha256", "digest", "elements", "changed", *(["parent_digest"] if kind == "delta" else [])]
+    missing = [name for name in needed if name not in metadata]
+    if missing or (kind == "anchor" and "parent_digest" in metadata):
+        told = f"lacks {', '.join(missing)}" if missing else "names a parent of an anchor"
+        raise CorruptError(f"__metadata__ {told}", rule="payload.metadata")
+    if not is_decimal(metadata["elements"]) or not is_decimal(metadata["changed"]):
+        raise CorruptError("elements or changed is not a decimal number", rule="payload.metadata")
+    return "delta" if kind == "delta" else "anchor"
+
+
+def _check_consistent(header: PayloadHeader, records: Sequence[BlockRecord]) -> None:
+    """How blocks must relate to each other and to the header."""
+    layout = header.layout
+    _check_codecs(header, records)
+    require_disjoint([r.runs for r in records], layout)
+    if header.kind == "anchor" and sum(r.elements for r in records) != layout.elements:
+        raise CorruptError("an anchor does not cover every element", rule="payload.cover")
+    start = layout_digest(layout) if header.parent_digest is None else header.parent_digest
+    if sum((r.digest for r in records), start) != header.digest:
+        raise CorruptError("the digests of the blocks do not lead to the digest", rule="payload.digest")
+
+
+def _check_codecs(header: PayloadHeader, records: Sequence[BlockRecord]) -> None:
+    if (header.kind == "delta") != (header.parent_digest is not None):
+        raise CorruptError("a delta has a parent and an anchor has none", rule="payload.metadata")
+    codecs = {r.codec for r in records}
+    if header.kind == "anchor" and not codecs <= {PLANES}:
+        raise CorruptError(f"an anchor has blocks of {', '.join(sorted(codecs))}", rule="payload.anchor")
+    if COO not in codecs:
+        return
+    if len(codecs) > 1:
+        raise CorruptError(f"{COO} is mixed with other codecs", rule="payload.mixed")
+    for i, record in enumerate(records):
+        tensor, start, count = record.runs[0].tolist()
+        if len(record.runs) != 1 or (start, count) != (0, header.layout.tensors[tensor].elements):
+            raise CorruptError(f"block {i} of {COO} is not one whole tensor", rule="block.coo")

@@ -1,0 +1,134 @@
+"""The safetensors container: a strict reader of its header, and a writer.
+
+A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes without holes.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deltasync.errors import CorruptError, FormatError
+from deltasync.format import limits
+from deltasync.format.dtypes import DTYPES, DType
+from deltasync.format.layout import TensorSpec
+from deltasync.format.strict_json import is_count, parse_object
+
+Read = Callable[[int, int], bytes]
+"""`read(offset, length)` gives exactly that range of a file, less only where the file ends."""
+
+_LENGTH_BYTES = 8
+_OFFSET_MAX = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file; `begin` and `end` are offsets in the file."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header: `entries` in file order cover the data section exactly."""
+
+    entries: tuple[Entry, ...]
+    metadata: dict[str, str]
+    data_begin: int
+
+
+def parse_header(data: bytes | memoryview) -> Header:
+    """The header of a whole file in memory."""
+    view = memoryview(data).cast("B")
+    return read_header(lambda offset, length: bytes(view[offset : offset + length]), len(view))
+
+
+def read_header(read: Read, size: int) -> Header:
+    """The header of a file of `size` bytes; CorruptError names the broken rule, FormatError an unknown type."""
+    length = int.from_bytes(read_exactly(read, 0, _LENGTH_BYTES), "little")
+    if length > limits.SAFETENSORS_HEADER_BYTES_MAX:
+        raise CorruptError(f"a header of {length} bytes", rule="safetensors.header_size")
+    data_begin = _LENGTH_BYTES + length
+    if data_begin > size:
+        raise CorruptError(f"the header ends at byte {data_begin} of {size}", rule="safetensors.truncated")
+    text = read_exactly(read, _LENGTH_BYTES, length)
+    if text[:1] != b"{":
+        raise CorruptError("the header does not begin with {", rule="safetensors.json")
+    fields = parse_object(text, what="the safetensors header", scope="safetensors")
+    metadata = _metadata(fields.pop("__metadata__", {}))
+    entries = sorted((_entry(n, v, data_begin) for n, v in fields.items()), key=lambda e: (e.begin, e.end))
+    _require_contiguous(entries, data_begin, size)
+    return Header(tuple(entries), metadata, data_begin)
+
+
+def header_bytes(tensors: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Length and header of a file that holds `tensors` in the order given; the data section begins on 8 bytes."""
+    fields: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for spec in tensors:
+        begin, end = end, end + spec.nbytes
+        fields[spec.name] = {"dtype": spec.dtype.name, "shape": list(spec.shape), "data_offsets": [begin, end]}
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def read_exactly(read: Read, offset: int, length: int) -> bytes:
+    """A range of a file; CorruptError if the file ends before it does."""
+    data = read(offset, length)
+    if len(data) != length:
+        raise CorruptError(f"the file ends before byte {offset + length}", rule="safetensors.truncated")
+    return data
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+        raise CorruptError("__metadata__ is not a map of strings", rule="safetensors.metadata")
+    return value
+
+
+def _entry(name: str, value: Any, data_begin: int) -> Entry:
+    match value:
+        case {"dtype": str(dtype_name), "shape": list(shape), "data_offsets": [begin, end]}:
+            pass
+        case _:
+            raise CorruptError(f"tensor {name!r:.200} lacks dtype, shape or offsets", rule="safetensors.entry")
+    dtype = DTYPES.get(dtype_name)
+    if dtype is None:
+        raise FormatError(
+            f"tensor {name!r:.200} has the element type {dtype_name!r:.40}, which is not supported",
+            rule="dtype",
+            hint=f"known: {', '.join(DTYPES)}",
+        )
+    if len(shape) > limits.DIMENSIONS_MAX or not all(is_count(d, most=limits.ELEMENTS_MAX) for d in shape):
+        raise CorruptError(f"tensor {name!r:.200} has the shape {shape!r:.80}", rule="safetensors.shape")
+    if not all(is_count(o, most=_OFFSET_MAX) for o in (begin, end)) or begin > end:
+        raise CorruptError(f"tensor {name!r:.200} lies at {begin!r:.40}..{end!r:.40}", rule="safetensors.offsets")
+    needed = math.prod(shape) * dtype.width
+    if end - begin != needed:
+        raise CorruptError(
+            f"tensor {name!r:.200} has {end - begin} bytes, its type and shape need {needed}", rule="safetensors.size"
+        )
+    return Entry(name, dtype, tuple(shape), data_begin + begin, data_begin + end)
+
+
+def _require_contiguous(entries: list[Entry], data_begin: int, size: int) -> None:
+    at = data_begin
+    for entry in entries:
+        if entry.begin != at:
+            problem = "leaves a hole before it" if entry.begin > at else "overlaps the one before it"
+            raise CorruptError(f"tensor {entry.name!r:.200} {problem}", rule="safetensors.offsets")
+        at = entry.end
+    if at > size:
+        raise CorruptError(f"the tensors end at byte {at} of {size}", rule="safetensors.truncated")
+    if at < size:
+        raise CorruptError(f"{size - at} bytes after the last tensor", rule="safetensors.trailing")

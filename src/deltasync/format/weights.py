@@ -1,0 +1,103 @@
+"""Weights in memory: flat arrays of raw bits in the order of a layout, and regions of them that a block covers."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.errors import InvalidInputError
+from deltasync.format.dtypes import DType, dtype_of
+from deltasync.format.layout import Layout, TensorSpec
+
+Bits = NDArray[np.unsignedinteger]
+"""A flat, contiguous array of the raw bits of elements."""
+
+Runs = NDArray[np.int64]
+"""Contiguous pieces of tensors, one row each: tensor ordinal, first flat index, number of elements."""
+
+
+def tensor_seed(spec: TensorSpec) -> tuple[int, int]:
+    """Two 64-bit numbers that stand for a tensor in the state digest: they bind its name, type and shape."""
+    text = f"{spec.name}\0{spec.dtype.name}\0{','.join(map(str, spec.shape))}"
+    hashed = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(hashed[:8], "little"), int.from_bytes(hashed[8:16], "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The elements of one block, wherever they lie in memory.
+
+    `runs` has a row (array, offset, count) for each contiguous piece; `keys` has the matching row (seed lane 0, seed
+    lane 1, first flat index) for the digest. A position in the region counts elements along the runs.
+    """
+
+    dtype: DType
+    arrays: tuple[Bits, ...]
+    runs: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+
+    @property
+    def elements(self) -> int:
+        return int(self.runs[:, 2].sum())
+
+    def holding(self, bits: Bits) -> "Region":
+        """The same elements, with their bits taken from one flat array."""
+        ends = np.cumsum(self.runs[:, 2])
+        runs = np.column_stack((np.zeros_like(ends), ends - self.runs[:, 2], self.runs[:, 2]))
+        return Region(self.dtype, (bits,), runs, self.keys)
+
+    def gather(self) -> Bits:
+        """A contiguous copy of the bits."""
+        pieces = [self.arrays[a][o : o + n] for a, o, n in self.runs.tolist()]
+        return np.concatenate(pieces) if pieces else np.empty(0, self.dtype.bits_dtype)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All tensors of a layout as flat arrays of raw bits, in layout order."""
+
+    layout: Layout
+    arrays: tuple[Bits, ...]
+
+    def __post_init__(self) -> None:
+        for spec, array in zip(self.layout.tensors, self.arrays, strict=True):
+            if array.dtype != spec.dtype.bits_dtype or array.shape != (spec.elements,):
+                raise InvalidInputError(f"the bits of {spec} are {array.dtype}{list(array.shape)}")
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, np.ndarray]) -> "Weights":
+        """From NumPy arrays of any shape; no copy where an array is contiguous."""
+        specs = [TensorSpec(name, dtype_of(a), a.shape) for name, a in tensors.items()]
+        layout = Layout.of(specs)
+        return cls(layout, tuple(flat_bits(tensors[t.name], t.dtype) for t in layout.tensors))
+
+    @cached_property
+    def seeds(self) -> NDArray[np.uint64]:
+        return np.array([tensor_seed(t) for t in self.layout.tensors], np.uint64).reshape(-1, 2)
+
+    def region(self, runs: Runs) -> Region:
+        """The elements that `runs` names; all of its tensors must have one element type."""
+        ordinals, local = np.unique(runs[:, 0], return_inverse=True)
+        dtypes = {self.layout.tensors[t].dtype for t in ordinals}
+        if len(dtypes) != 1:
+            raise InvalidInputError("a block covers elements of exactly one type")
+        return Region(
+            dtype=dtypes.pop(),
+            arrays=tuple(self.arrays[t] for t in ordinals),
+            runs=np.column_stack((local.reshape(-1), runs[:, 1], runs[:, 2])).astype(np.int64),
+            keys=np.column_stack((self.seeds[runs[:, 0]], runs[:, 1].astype(np.uint64))).astype(np.uint64),
+        )
+
+
+def flat_bits(array: np.ndarray, dtype: DType) -> Bits:
+    """The raw bits of an array, flat, in C order, aligned; no copy where the array is so already."""
+    return np.require(array, requirements=("C", "A")).reshape(-1).view(dtype.bits_dtype)
+
+
+def whole_runs(layout: Layout, ordinals: Iterable[int]) -> Runs:
+    """Runs that cover the given tensors whole; empty tensors have none."""
+    rows = [(t, 0, layout.tensors[t].elements) for t in ordinals if layout.tensors[t].elements]
+    return np.array(rows, np.int64).reshape(-1, 3)

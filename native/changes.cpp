@@ -1,0 +1,253 @@
+#include "changes.hpp"
+
+#include <array>
+#include <memory>
+
+#include "classes.hpp"
+#include "digest.hpp"
+#include "planes.hpp"
+#include "sequence.hpp"
+#include "steps.hpp"
+
+namespace deltasync {
+namespace {
+
+constexpr u64 kStepBitsWide = 6;
+
+template <class T>
+std::unique_ptr<T[]> room(u64 count) {
+    return std::make_unique_for_overwrite<T[]>(count);
+}
+
+template <class Call>
+auto by_width(const Kind& kind, Call&& call) {
+    switch (kind.width) {
+        case 1: return call(u8{});
+        case 2: return call(u16{});
+        case 4: return call(u32{});
+        default: return call(u64{});
+    }
+}
+
+// Calls visit(run, offset in run, i) for each position, in order.
+template <class Visit>
+void visit(const Runs& runs, std::span<const u32> positions, Visit&& each_run) {
+    u64 begin = 0, i = 0;
+    for (u64 r = 0; r < runs.size && i < positions.size(); ++r) {
+        u64 end = begin + runs.data[r].count, first = i;
+        while (i < positions.size() && positions[i] < end) ++i;
+        if (i > first) each_run(runs.data[r], begin, first, i);
+        begin = end;
+    }
+}
+
+template <class U>
+Lanes weigh(const Runs& runs, std::span<const u32> positions, const U* before, const U* after) {
+    Lanes lanes;
+    visit(runs, positions, [&](const Run& run, u64 begin, u64 first, u64 last) {
+        RunWeigher weigher(run, lanes);
+        for (u64 i = first; i < last; ++i) weigher.add(positions[i] - begin, before[i], after[i]);
+    });
+    return lanes;
+}
+
+template <class U>
+void gather(const Runs& runs, std::span<const u32> positions, U* out) {
+    visit(runs, positions, [&](const Run& run, u64 begin, u64 first, u64 last) {
+        const U* p = reinterpret_cast<const U*>(run.bits);
+        for (u64 i = first; i < last; ++i) out[i] = p[positions[i] - begin];
+    });
+}
+
+// Changed elements listed class by class: gaps and steps, and how many there are in each class.
+template <bool Float, class U>
+struct ByClass {
+    std::array<u64, kClassesMax> counts{};
+    std::unique_ptr<u32[]> gaps;
+    std::unique_ptr<U[]> steps;
+
+    ByClass(const u32* rank, const u8* member, const U* before, const U* after, u64 n, int classes)
+        : gaps(room<u32>(n)), steps(room<U>(n)) {
+        for (u64 i = 0; i < n; ++i) ++counts[member[i]];
+        std::array<u64, kClassesMax> at{};
+        std::array<u32, kClassesMax> next{};
+        for (int c = 1; c < classes; ++c) at[c] = at[c - 1] + counts[c - 1];
+        for (u64 i = 0; i < n; ++i) {
+            u64 to = at[member[i]]++;
+            gaps[to] = rank[i] - next[member[i]];
+            next[member[i]] = rank[i] + 1;
+            if (before[i] == after[i])
+                throw Invalid{"changes.unchanged", "an element listed as changed has its old bits"};
+            steps[to] = zigzag_step<Float>(before[i], after[i]);
+        }
+    }
+};
+
+template <bool Float, class U>
+Encoded encode(const Isa& isa, const Kind& kind, const Runs& runs, std::span<const u32> positions, const U* values) {
+    u64 n = positions.size();
+    Classes classes = choose_classes(kind, runs, positions, values);
+    auto before = room<U>(n);
+    auto member = std::make_unique<u8[]>(n);
+    std::unique_ptr<u32[]> ranks;
+    const u32* rank = positions.data();  // with one class the rank is the position
+    Encoded result;
+    if (classes.count == 1) {
+        gather(runs, positions, before.get());
+        result.gained = weigh(runs, positions, before.get(), values);
+    } else {
+        ranks = room<u32>(n);
+        result.gained =
+            isa.rank(kind, runs, classes, {positions.data(), values, n}, {ranks.get(), member.get(), before.get()});
+        rank = ranks.get();
+    }
+    ByClass<Float, U> lists(rank, member.get(), before.get(), values, n, classes.count);
+    std::span<const u64> counts(lists.counts.data(), static_cast<std::size_t>(classes.count));
+    Bytes& out = result.data;
+    out.push_back(static_cast<u8>(classes.count));
+    for (int c = 1; c < classes.count; ++c) out.push_back(static_cast<u8>(classes.bounds[c - 1] + 1));
+    for (u64 count : counts) put_varint(out, count);
+    encode_buckets(out, std::span<const u32>(lists.gaps.get(), n), counts);
+    u64 head = out.size();
+    encode_buckets(out, std::span<const U>(lists.steps.get(), n), counts);
+    u64 step_bytes = out.size() - head;
+    result.absolute = false;
+    // Steps this long are not small moves of old values; the new values by themselves may be shorter.
+    if (8 * step_bytes > kStepBitsWide * n) {
+        Bytes planes;
+        Run all{const_cast<u8*>(reinterpret_cast<const u8*>(values)), n, {0, 0}, 0};
+        encode_planes(planes, kind, {&all, 1, n});
+        if (planes.size() < step_bytes) {
+            result.absolute = true;
+            out.resize(head);
+            put_bytes(out, planes.data(), planes.size());
+        }
+    }
+    return result;
+}
+
+Classes read_classes(ByteReader& in, const Kind& kind) {
+    Classes classes;
+    classes.count = in.byte();
+    if (classes.count < 1 || classes.count > kClassesMax || (classes.count > 1 && !kind.is_float()))
+        throw Corrupt{"changes.classes", "a number of classes that cannot be"};
+    auto thresholds = in.take(static_cast<u64>(classes.count - 1));
+    u32 last = 0;
+    for (std::size_t t = 0; t < thresholds.size(); ++t) {
+        if (thresholds[t] <= last || thresholds[t] > kind.exponent_mask)
+            throw Corrupt{"changes.thresholds", "class thresholds are not ascending exponents"};
+        last = thresholds[t];
+        classes.bounds[t] = static_cast<u8>(last - 1);
+    }
+    return classes;
+}
+
+// Gaps to ranks, in place. Every rank must at least be inside the block; the scan checks it against its class.
+void accumulate(std::span<const u64> counts, u64 elements, u32* ranks) {
+    u64 at = 0;
+    for (u64 count : counts) {
+        u64 rank = 0;
+        for (u64 end = at + count; at < end; ++at) {
+            rank += ranks[at];
+            if (rank >= elements) throw Corrupt{"changes.rank", "a rank is past the last element of its class"};
+            ranks[at] = static_cast<u32>(rank++);
+        }
+    }
+}
+
+template <bool Float, class U>
+Decoded decode(const Isa& isa, const Kind& kind, const Runs& runs, std::span<const u8> data, bool absolute) {
+    ByteReader in(data);
+    Classes classes = read_classes(in, kind);
+    std::array<u64, kClassesMax> count{}, first{};
+    u64 n = 0;
+    for (int c = 0; c < classes.count; ++c) {
+        first[c] = n;
+        count[c] = in.varint();
+        n += count[c];
+    }
+    for (int c = classes.count; c < kClassesMax; ++c) first[c] = n;
+    if (n > runs.elements) throw Corrupt{"changes.count", "more changes than elements"};
+    std::span<const u64> counts(count.data(), static_cast<std::size_t>(classes.count));
+    auto ranks = room<u32>(n);
+    decode_buckets(in, counts, 24, std::span<u32>(ranks.get(), n));
+    Decoded out;
+    out.values.resize((n + kSlack) * sizeof(U));
+    U* values = reinterpret_cast<U*>(out.values.data());
+    std::unique_ptr<U[]> steps;
+    if (absolute) {
+        decode_planes(in, kind, n, values);
+    } else {
+        steps = room<U>(n);
+        decode_buckets(in, counts, 8 * kind.width, std::span<U>(steps.get(), n));
+    }
+    in.require_end();
+
+    // All bytes are read; now find the elements that they speak of.
+    accumulate(counts, runs.elements, ranks.get());
+    out.positions.resize(n + kSlack);
+    auto before = room<U>(n + kSlack);
+    if (classes.count == 1) {
+        std::copy(ranks.get(), ranks.get() + n, out.positions.begin());
+        gather(runs, std::span<const u32>(out.positions).first(n), before.get());
+        if (!absolute)
+            for (u64 i = 0; i < n; ++i) values[i] = step_from<Float>(before[i], steps[i]);
+    } else {
+        Selected selected{out.positions.data(), absolute ? before.get() : values};
+        isa.select(kind, runs, classes, {ranks.get(), steps.get(), first.data(), count.data()}, selected);
+        if (selected.count != n) throw Corrupt{"changes.rank", "a rank is past the last element of its class"};
+        out.gained = selected.gained;
+    }
+    out.positions.resize(n);
+    out.values.resize(n * sizeof(U));
+    if (classes.count == 1 || absolute)
+        out.gained = weigh(runs, std::span<const u32>(out.positions), before.get(), static_cast<const U*>(values));
+    return out;
+}
+
+}  // namespace
+
+void check_positions(std::span<const u32> positions, u64 elements) {
+    for (u64 i = 0; i < positions.size(); ++i)
+        if (positions[i] >= elements || (i && positions[i] <= positions[i - 1]))
+            throw Invalid{"changes.order", "positions are not ascending inside the block"};
+}
+
+Encoded encode_changes(const Isa& isa, const Kind& kind, const Runs& before, std::span<const u32> positions,
+                       const void* values) {
+    check_positions(positions, before.elements);
+    return by_width(kind, [&]<class U>(U) {
+        const U* bits = static_cast<const U*>(values);
+        return kind.is_float() ? encode<true>(isa, kind, before, positions, bits)
+                               : encode<false>(isa, kind, before, positions, bits);
+    });
+}
+
+Decoded decode_changes(const Isa& isa, const Kind& kind, const Runs& before, std::span<const u8> data, bool absolute) {
+    return by_width(kind, [&]<class U>(U) {
+        return kind.is_float() ? decode<true, U>(isa, kind, before, data, absolute)
+                               : decode<false, U>(isa, kind, before, data, absolute);
+    });
+}
+
+Lanes digest_change(const Kind& kind, const Runs& before, std::span<const u32> positions, const void* values) {
+    check_positions(positions, before.elements);
+    return by_width(kind, [&]<class U>(U) {
+        auto old = room<U>(positions.size());
+        gather(before, positions, old.get());
+        return weigh(before, positions, old.get(), static_cast<const U*>(values));
+    });
+}
+
+void overwrite(const Kind& kind, const Runs& target, std::span<const u32> positions, const void* values) {
+    check_positions(positions, target.elements);
+    by_width(kind, [&]<class U>(U) {
+        const U* from = static_cast<const U*>(values);
+        visit(target, positions, [&](const Run& run, u64 begin, u64 first, u64 last) {
+            U* p = reinterpret_cast<U*>(run.bits);
+            for (u64 i = first; i < last; ++i) p[positions[i] - begin] = from[i];
+        });
+    });
+}
+
+}  // namespace deltasync

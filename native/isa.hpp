@@ -1,0 +1,70 @@
+// The loops that touch every element, one set for each instruction set, chosen at run time.
+#pragma once
+
+#include "types.hpp"
+
+namespace deltasync {
+
+// Class of an element: how many of the first `count - 1` bounds its exponent exceeds. A bound is a threshold less one;
+// the bounds after those are 255, which no exponent exceeds, so that loops may run over a round number of them.
+struct Classes {
+    int count = 1;
+    u8 bounds[kClassesMax];
+
+    Classes() {
+        for (u8& bound : bounds) bound = 255;
+    }
+};
+
+// Changed elements, ascending by position, with their new bits.
+struct Changed {
+    const u32* position;
+    const void* value;
+    u64 count;
+};
+
+// Where each changed element stands: its rank in its class, and its old bits.
+struct Ranked {
+    u32* rank;
+    u8* member;
+    void* before;
+};
+
+// Changes by class: `first[c]` is where class c begins in `rank`, which ascends inside each class, and in `step`.
+// Without steps the old bits are given where the new ones would be.
+struct Wanted {
+    const u32* rank;
+    const void* step;
+    const u64* first;
+    const u64* count;
+};
+
+// Selected elements, ascending by position, with their new bits. With room for kSlack more.
+struct Selected {
+    u32* position;
+    void* value;
+    u64 count = 0;
+    Lanes gained = {};
+};
+
+// Loops write without looking whether there is something to write, and so a few places too far.
+constexpr u64 kSlack = 4;
+
+struct Isa {
+    const char* name;
+    // Positions whose bits differ, and their new bits; gives how many. The outputs have room for all elements and
+    // kSlack more.
+    u64 (*detect)(int width, const Runs& before, const Runs& after, u32* positions, void* values);
+    // For float kinds with two classes or more. Gives what the changes add to the digest.
+    Lanes (*rank)(const Kind&, const Runs&, const Classes&, const Changed&, const Ranked&);
+    // The inverse of rank. Finds fewer than wanted if a rank is past its class.
+    void (*select)(const Kind&, const Runs&, const Classes&, const Wanted&, Selected&);
+    Lanes (*digest)(int width, const Runs&);
+};
+
+// Null where this build or this machine lacks the instructions.
+const Isa* portable_isa();
+const Isa* avx2_isa();
+const Isa* avx512_isa();
+
+}  // namespace deltasync

@@ -1,0 +1,350 @@
+// The element loops, written once over a policy `V` that knows how to look at 64 elements:
+//   u64  V::different(const U* a, const U* b)                   bit i: element i differs
+//   V::Bounds(const Classes&)                                   bounds in a form that is quick to compare with
+//   V::Tally<K>(const Kind&, Bounds)                            running counts of members of each class:
+//     void add(const U* p, u8* exponents)                         counts 64 elements, and writes their exponents
+//     void store(u16* counts)                                     writes the counts, rounded up to a multiple of 8
+//   V::Member(Bounds, int c)                                    what tells the members of class c:
+//     u64 mask(const u8* exponents)                               bit i: element i is in the class
+//   void V::transpose(from, stride, to, stride)                 an 8 by 8 matrix of 16-bit numbers
+//   u64  V::group_of(const u16* first, u32 r)                   the last of 64 ascending numbers that is at most r
+//   u32  V::place(u64 mask)                                     place of the lowest set bit; 0 if there is none
+//   u32  V::select(u64 mask, u32 rank)                          place of the rank-th set bit
+//   void V::weigh(const U* p, u64 n, columns, u64 sums[2])      sums of column key * bits
+// Each instruction set compiles its own copy. The anonymous namespace keeps the linker from sharing code between the
+// copies, and no functions of the standard library are used for the same reason.
+#pragma once
+
+#include <cstring>
+
+#include "digest.hpp"
+#include "isa.hpp"
+#include "steps.hpp"
+
+namespace deltasync {
+namespace {
+
+inline int ones(u64 mask) { return __builtin_popcountll(mask); }
+
+template <class V>
+struct Scan {
+    static constexpr u64 kGroup = 64, kTileGroups = 64, kTile = kGroup * kTileGroups;
+
+    // A piece of a run of at most kTile elements; `position` counts from the start of the first run.
+    template <class U>
+    struct Piece {
+        const U* bits;
+        u64 count;
+        u64 position;
+        u64 run;
+        u64 offset;
+    };
+
+    template <class U, class Look>
+    static void pieces(const Runs& runs, Look&& look) {
+        u64 position = 0;
+        for (u64 r = 0; r < runs.size; ++r) {
+            const U* p = reinterpret_cast<const U*>(runs.data[r].bits);
+            u64 count = runs.data[r].count;
+            for (u64 at = 0; at < count; at += kTile)
+                look(Piece<U>{p + at, count - at < kTile ? count - at : kTile, position + at, r, at});
+            position += count;
+        }
+    }
+
+    // The digest's keys of one piece: it meets at most five rows.
+    class Keys {
+    public:
+        Keys(const Run& run, u64 offset, u64 count) : column_((run.index + offset) & (kColumns - 1)) {
+            u64 first = (run.index + offset) >> 10, last = (run.index + offset + count - 1) >> 10;
+            for (u64 row = first; row <= last; ++row)
+                for (int lane = 0; lane < 2; ++lane) row_[row - first][lane] = row_key(run, lane, row);
+        }
+
+        void add(u64 i, u64 amount, Lanes& lanes) const {
+            u64 at = column_ + i, column = at & (kColumns - 1);
+            const u64* row = row_[at >> 10];
+            lanes.sum[0] += row[0] * kColumnKeys[0][column] * amount;
+            lanes.sum[1] += row[1] * kColumnKeys[1][column] * amount;
+        }
+
+    private:
+        u64 column_;
+        u64 row_[kTile / kColumns + 1][2];
+    };
+
+    // Calls put(number, place) for each set bit, numbered from `found` on; gives the next number. Always for two at a
+    // time, as whether there is one cannot be predicted: so it may call for two numbers too many.
+    template <class Put>
+    static u64 extract(u64 mask, u64 found, Put&& put) {
+        u64 end = found + static_cast<u64>(ones(mask)), k = found;
+        do {
+            put(k, V::place(mask));
+            mask &= mask - 1;
+            put(k + 1, V::place(mask));
+            mask &= mask - 1;
+            k += 2;
+        } while (mask);
+        return end;
+    }
+
+    template <class U>
+    static u64 detect(const Runs& before, const Runs& after, u32* positions, U* values) {
+        u64 found = 0;
+        pieces<U>(before, [&](const Piece<U> old) {
+            const U* fresh = reinterpret_cast<const U*>(after.data[old.run].bits) + old.offset;
+            u64 k = found;
+            for (u64 g = 0; g < old.count; g += kGroup) {
+                u64 mask = 0;
+                if (g + kGroup <= old.count) {
+                    mask = V::different(old.bits + g, fresh + g);
+                } else {
+                    for (u64 i = g; i < old.count; ++i) mask |= u64{old.bits[i] != fresh[i]} << (i - g);
+                }
+                k = extract(mask, k, [=](u64 to, u32 i) {
+                    positions[to] = static_cast<u32>(old.position + g) + i;
+                    values[to] = fresh[g + i];
+                });
+            }
+            found = k;
+        });
+        return found;
+    }
+
+    // The classes of up to kTile elements: where in its class each group begins, and the exponents to tell members by.
+    template <int K>
+    struct Tile {
+        static constexpr int kStride = (K + 7) / 8 * 8;
+
+        alignas(64) u8 exponent[kTile];
+        alignas(64) u16 first[kTileGroups][kStride];  // members of a class in the tile before a group
+        alignas(64) u16 totals[kStride];
+
+        template <class U>
+        void look(const Kind& kind, const typename V::Bounds& bounds, const U* p, u64 count) {
+            typename V::template Tally<K> tally(kind, bounds);
+            u64 g = 0;
+            for (; (g + 1) * kGroup <= count; ++g) {
+                tally.store(first[g]);
+                tally.add(p + g * kGroup, exponent + g * kGroup);
+            }
+            u64 rest = count - g * kGroup;
+            if (rest) {
+                U tail[kGroup] = {};
+                std::memcpy(tail, p + g * kGroup, rest * sizeof(U));
+                tally.store(first[g]);
+                tally.add(static_cast<const U*>(tail), exponent + g * kGroup);
+                ++g;
+            }
+            // A search must not find groups that are not there: their members come after all others.
+            if (g < kTileGroups) std::memset(first[g], 0x7F, sizeof(first) - g * sizeof(first[0]));
+            tally.store(totals);
+            // The filling has exponent 0 and was counted in class 0.
+            if (rest) totals[0] = static_cast<u16>(totals[0] - (kGroup - rest));
+        }
+    };
+
+    // `Tile::first` by class.
+    template <int K>
+    struct Columns {
+        alignas(64) u16 first[Tile<K>::kStride][kTileGroups];
+
+        explicit Columns(const Tile<K>& tile) {
+            for (u64 g = 0; g < kTileGroups; g += 8)
+                for (int c = 0; c < Tile<K>::kStride; c += 8)
+                    V::transpose(&tile.first[g][c], Tile<K>::kStride, &first[c][g], kTileGroups);
+        }
+    };
+
+    template <class U, int K>
+    static Lanes rank(const Kind& kind, const Runs& runs, const Classes& classes, const Changed& changed,
+                      const Ranked& out) {
+        const typename V::Bounds bounds(classes);
+        u8 class_of[256];
+        for (int e = 0; e < 256; ++e) {
+            class_of[e] = 0;
+            for (int t = 0; t < K - 1; ++t) class_of[e] = static_cast<u8>(class_of[e] + (e > classes.bounds[t]));
+        }
+        u32 passed[K] = {};  // members of the class before this piece
+        Tile<K> tile;
+        const U* after = static_cast<const U*>(changed.value);
+        U* before = static_cast<U*>(out.before);
+        Lanes gained;
+        u64 next = 0;
+        pieces<U>(runs, [&](const Piece<U> piece) {
+            tile.look(kind, bounds, piece.bits, piece.count);
+            const Keys keys(runs.data[piece.run], piece.offset, piece.count);
+            Lanes lanes;
+            u64 k = next;
+            for (; k < changed.count && changed.position[k] < piece.position + piece.count; ++k) {
+                u64 i = changed.position[k] - piece.position, g = i / kGroup;
+                int c = class_of[tile.exponent[i]];
+                u64 members = typename V::Member(bounds, c).mask(tile.exponent + g * kGroup);
+                u64 earlier = members & ((u64{1} << i % kGroup) - 1);
+                out.rank[k] = passed[c] + tile.first[g][c] + static_cast<u32>(ones(earlier));
+                out.member[k] = static_cast<u8>(c);
+                before[k] = piece.bits[i];
+                keys.add(i, u64{after[k]} - u64{piece.bits[i]}, lanes);
+            }
+            next = k;
+            for (int lane = 0; lane < 2; ++lane) gained.sum[lane] += lanes.sum[lane];
+            for (int c = 0; c < K; ++c) passed[c] += tile.totals[c];
+        });
+        return gained;
+    }
+
+    // The elements of a piece that were found to have changed, and what they become.
+    template <class U>
+    struct Marks {
+        u64 changed[kTileGroups];
+        U value[kTile];
+        Lanes gained;
+    };
+
+    // Marks the wanted members of class c in a piece; gives where the next piece goes on. `passed` counts the members
+    // before the piece.
+    template <bool Relative, class U, int K>
+    static u64 mark(const U* bits, const Tile<K>& tile, const u16* first, const Keys& keys,
+                    const typename V::Member member, int c, const Wanted& wanted, u64 at, u32 passed, Marks<U>& marks) {
+        const u32* rank = wanted.rank;
+        const U* step = static_cast<const U*>(wanted.step);
+        u32 total = tile.totals[c];
+        Lanes lanes;
+        for (u64 end = wanted.first[c] + wanted.count[c]; at < end && rank[at] - passed < total; ++at) {
+            u32 r = rank[at] - passed;
+            u64 g = V::group_of(first, r);
+            u32 i = V::select(member.mask(tile.exponent + g * kGroup), r - first[g]);
+            marks.changed[g] |= u64{1} << i;
+            u64 place = g * kGroup + i;
+            U before = bits[place];
+            if constexpr (Relative) {
+                U after = step_from<true>(before, step[at]);
+                keys.add(place, u64{after} - u64{before}, lanes);
+                marks.value[place] = after;
+            } else {
+                marks.value[place] = before;
+            }
+        }
+        for (int lane = 0; lane < 2; ++lane) marks.gained.sum[lane] += lanes.sum[lane];
+        return at;
+    }
+
+    template <bool Relative, class U, int K>
+    static void select(const Kind& kind, const Runs& runs, const Classes& classes, const Wanted& wanted,
+                       Selected& out) {
+        const typename V::Bounds bounds(classes);
+        u64 at[K];
+        for (int c = 0; c < K; ++c) at[c] = wanted.first[c];
+        u32 passed[K] = {};
+        Tile<K> tile;
+        Marks<U> marks;
+        pieces<U>(runs, [&](const Piece<U> piece) {
+            tile.look(kind, bounds, piece.bits, piece.count);
+            const Keys keys(runs.data[piece.run], piece.offset, piece.count);
+            const Columns<K> columns(tile);
+            std::memset(marks.changed, 0, sizeof(marks.changed));
+            for (int c = 0; c < K; ++c) {
+                at[c] = mark<Relative, U, K>(piece.bits, tile, columns.first[c], keys, typename V::Member(bounds, c), c,
+                                             wanted, at[c], passed[c], marks);
+                passed[c] += tile.totals[c];
+            }
+            u32* positions = out.position;
+            U* values = static_cast<U*>(out.value);
+            u64 k = out.count;
+            for (u64 g = 0; g < piece.count; g += kGroup)
+                k = extract(marks.changed[g / kGroup], k, [=, &marks](u64 to, u32 i) {
+                    positions[to] = static_cast<u32>(piece.position + g) + i;
+                    values[to] = marks.value[g + i];
+                });
+            out.count = k;
+        });
+        out.gained = marks.gained;
+    }
+
+    // An 8-byte element counts as two 4-byte ones: `halves` is 2 then, and U is u32.
+    template <class U>
+    static Lanes digest(const Runs& runs, u64 halves = 1) {
+        Lanes lanes;
+        for (u64 r = 0; r < runs.size; ++r) {
+            const Run& run = runs.data[r];
+            const U* p = reinterpret_cast<const U*>(run.bits);
+            u64 count = run.count * halves;
+            for (u64 at = 0; at < count;) {
+                u64 index = run.index * halves + at, column = index & (kColumns - 1);
+                u64 n = kColumns - column < count - at ? kColumns - column : count - at;
+                u64 sums[2];
+                V::weigh(p + at, n, column, sums);
+                for (int lane = 0; lane < 2; ++lane) lanes.sum[lane] += row_key(run, lane, index >> 10) * sums[lane];
+                at += n;
+            }
+        }
+        return lanes;
+    }
+};
+
+// Elements one by one: the tails of the vector versions, and all of the portable one.
+template <class U>
+void weigh_plainly(const U* p, u64 from, u64 n, u64 column, u64 sums[2]) {
+    for (u64 i = from; i < n; ++i)
+        for (int lane = 0; lane < 2; ++lane)
+            sums[lane] += kColumnKeys[static_cast<std::size_t>(lane)][column + i] * static_cast<u64>(p[i]);
+}
+
+template <class V>
+struct Entry {
+    using S = Scan<V>;
+
+    static u64 detect(int width, const Runs& before, const Runs& after, u32* positions, void* values) {
+        switch (width) {
+            case 1: return S::detect(before, after, positions, static_cast<u8*>(values));
+            case 2: return S::detect(before, after, positions, static_cast<u16*>(values));
+            case 4: return S::detect(before, after, positions, static_cast<u32*>(values));
+            default: return S::detect(before, after, positions, static_cast<u64*>(values));
+        }
+    }
+
+    template <class U, class Call>
+    static auto by_classes(const Classes& classes, Call&& call) {
+        if (classes.count <= 4) return call.template operator()<U, 4>();
+        if (classes.count <= 8) return call.template operator()<U, 8>();
+        if (classes.count <= 12) return call.template operator()<U, 12>();
+        return call.template operator()<U, 16>();
+    }
+
+    template <class Call>
+    static auto by_kind(const Kind& kind, const Classes& classes, Call&& call) {
+        if (kind.width == 1) return by_classes<u8>(classes, call);
+        if (kind.width == 2) return by_classes<u16>(classes, call);
+        return by_classes<u32>(classes, call);
+    }
+
+    static Lanes rank(const Kind& kind, const Runs& runs, const Classes& classes, const Changed& changed,
+                      const Ranked& out) {
+        return by_kind(kind, classes,
+                       [&]<class U, int K>() { return S::template rank<U, K>(kind, runs, classes, changed, out); });
+    }
+
+    static void select(const Kind& kind, const Runs& runs, const Classes& classes, const Wanted& wanted,
+                       Selected& out) {
+        by_kind(kind, classes, [&]<class U, int K>() {
+            if (wanted.step)
+                S::template select<true, U, K>(kind, runs, classes, wanted, out);
+            else
+                S::template select<false, U, K>(kind, runs, classes, wanted, out);
+        });
+    }
+
+    static Lanes digest(int width, const Runs& runs) {
+        switch (width) {
+            case 1: return S::template digest<u8>(runs);
+            case 2: return S::template digest<u16>(runs);
+            case 4: return S::template digest<u32>(runs);
+            default: return S::template digest<u32>(runs, 2);
+        }
+    }
+
+    static constexpr Isa table(const char* name) { return {name, detect, rank, select, digest}; }
+};
+
+}  // namespace
+}  // namespace deltasync

@@ -1,0 +1,80 @@
+// A coded sequence: symbols under static tables, one for each context, through interleaved rANS.
+#pragma once
+
+#include <array>
+#include <span>
+
+#include "types.hpp"
+#include "wire.hpp"
+
+namespace deltasync {
+
+constexpr int kExact = 16;
+constexpr int kBucketsMax = kExact + 2 * 60;
+
+struct Bucket {
+    u8 symbol;
+    u8 width;
+    u64 extra;
+};
+
+// 0..15 are buckets of their own; from there on there are two for each power of two. Without branches: which kind a
+// value is cannot be predicted.
+inline Bucket bucket_of(u64 value) {
+    int exponent = 63 - std::countl_zero(value | 8);
+    int width = exponent - 1;
+    bool big = value >= kExact;
+    int symbol = kExact - 8 + 2 * exponent + static_cast<int>((value >> width) & 1);
+    return {static_cast<u8>(big ? symbol : static_cast<int>(value)), static_cast<u8>(big ? width : 0),
+            big ? value & ((u64{1} << width) - 1) : 0};
+}
+
+inline int bucket_width(u8 symbol) { return symbol < kExact ? 0 : (symbol - kExact) / 2 + 3; }
+
+inline u64 bucket_base(u8 symbol) {
+    return symbol < kExact ? symbol : u64{2u + ((symbol - kExact) & 1u)} << bucket_width(symbol);
+}
+
+// Counts of symbols under each context, in context order.
+using Counts = std::span<const u64>;
+
+void encode_symbols(Bytes& out, std::span<const u8> symbols, Counts counts);
+void decode_symbols(ByteReader& in, Counts counts, int alphabet, std::span<u8> symbols);
+
+template <class Value>
+void encode_buckets(Bytes& out, std::span<const Value> values, Counts counts) {
+    Bytes symbols(values.size());
+    BitWriter extra(values.size() * (8 * sizeof(Value) - 2));
+    for (std::size_t i = 0; i < values.size(); ++i) {
+        Bucket b = bucket_of(values[i]);
+        symbols[i] = b.symbol;
+        extra.put<8 * sizeof(Value) - 2>(b.extra, b.width);
+    }
+    encode_symbols(out, symbols, counts);
+    put_varint(out, extra.bytes().size());
+    put_bytes(out, extra.bytes().data(), extra.bytes().size());
+}
+
+// Numbers of at most `value_bits` bits, one for each symbol that `counts` promises.
+template <class Value>
+void decode_buckets(ByteReader& in, Counts counts, int value_bits, std::span<Value> values) {
+    Bytes symbols(values.size());
+    int alphabet = kExact + 2 * (value_bits - 4);
+    decode_symbols(in, counts, alphabet, symbols);
+    std::array<u64, kBucketsMax> base;
+    std::array<u8, 256> width{};
+    for (int s = 0; s < alphabet; ++s) {
+        base[static_cast<std::size_t>(s)] = bucket_base(static_cast<u8>(s));
+        width[static_cast<std::size_t>(s)] = static_cast<u8>(bucket_width(static_cast<u8>(s)));
+    }
+    u64 bits = 0;
+    for (u8 symbol : symbols) bits += width[symbol];
+    auto data = in.take(in.varint());
+    if (data.size() != (bits + 7) / 8) throw Corrupt{"sequence.extra", "the extra bits have another length"};
+    BitReader extra(data);
+    for (std::size_t i = 0; i < values.size(); ++i)
+        values[i] = static_cast<Value>(base[symbols[i]] + extra.get<8 * sizeof(Value) - 2>(width[symbols[i]]));
+    if (!extra.padding_is_zero()) throw Corrupt{"sequence.extra", "the padding is not zero"};
+}
+
+}  // namespace deltasync

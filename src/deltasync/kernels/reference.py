@@ -1,0 +1,246 @@
+"""The kernels in NumPy: the readable definition of docs/format.md, and the oracle of the native ones.
+
+Every function here has a native twin that gives the same bytes, the same arrays and the same errors.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.errors import CorruptError, InvalidInputError
+from deltasync.format.changes import Positions
+from deltasync.format.dtypes import DType
+from deltasync.format.weights import Bits, Region
+from deltasync.kernels import classes, digesting, sequence
+from deltasync.kernels.wire import ByteReader, varint
+
+Lanes = tuple[int, int]
+
+
+def detect(old: Region, new: Region, start: int, *, cell: int, enough: int) -> tuple[Positions, Bits, int]:
+    """Elements from position `start` on whose bits differ, up to a multiple of `cell` where `enough` are found.
+
+    Gives their positions, counted from `start`, their new bits, and the position where the search stopped.
+    """
+    before, after = old.gather()[start:], new.gather()[start:]
+    different = before != after
+    found = np.concatenate(([0], np.cumsum(different)))
+    ends = np.minimum(np.arange(cell, len(before) + cell, cell), len(before))
+    full = np.flatnonzero(found[ends] >= enough)
+    stop = min((int(full[0]) + 1) * cell, len(before)) if len(full) else len(before)
+    positions = np.flatnonzero(different[:stop]).astype(np.uint32)
+    return positions, after[positions], start + stop
+
+
+def overwrite(target: Region, positions: Positions, values: Bits) -> None:
+    """Write `values` at `positions`, in place."""
+    if not all(array.flags.writeable for array in target.arrays):
+        raise InvalidInputError("the arrays to overwrite are read-only")
+    _check_pairs(positions, values, target.elements)
+    at = positions.astype(np.int64)
+    start = 0
+    for array, offset, count in target.runs.tolist():
+        lo, hi = np.searchsorted(at, (start, start + count))
+        target.arrays[array][at[lo:hi] - start + offset] = values[lo:hi]
+        start += count
+
+
+def digest(region: Region) -> Lanes:
+    """The sum of key times bits over all elements of the region."""
+    bits = region.gather()
+    return digesting.gain(region, np.arange(len(bits), dtype=np.uint32), np.zeros_like(bits), bits)
+
+
+def digest_change(old: Region, positions: Positions, values: Bits) -> Lanes:
+    """What the digest gains when `values` overwrite `old` at `positions`."""
+    _check_pairs(positions, values, old.elements)
+    return digesting.gain(old, positions, old.gather()[positions], np.ascontiguousarray(values))
+
+
+@dataclass(frozen=True, slots=True)
+class _ClassView:
+    """Elements of a region by class: `order` lists positions class by class, `starts[c]` is where class c begins."""
+
+    order: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, exponents: NDArray[np.uint64], thresholds: NDArray[np.uint8]) -> "_ClassView":
+        member = np.searchsorted(thresholds.astype(np.uint64), exponents, side="right")
+        totals = np.bincount(member, minlength=len(thresholds) + 1)
+        return cls(np.argsort(member, kind="stable"), np.concatenate(([0], np.cumsum(totals))))
+
+
+def encode_changes(old: Region, positions: Positions, values: Bits) -> tuple[bool, bytes, Lanes]:
+    """One block: where elements changed, by classes of the old exponent, then steps (`exp/1`) or values (`abs/1`).
+
+    `positions` must be ascending and each value must differ from the old bits. Gives whether the values are absolute,
+    the block, and what the digest gains.
+    """
+    before = old.gather()
+    _check_changes(positions, values, before)
+    chosen = classes.choose(old.dtype, before, positions, values)
+    view = _ClassView.of(classes.exponents(old.dtype, before), chosen)
+    rank_of = np.empty(len(before), np.int64)
+    rank_of[view.order] = np.arange(len(before))
+    # Sorting by place in class order lists the changed elements class by class, ascending inside each.
+    place = rank_of[positions]
+    by_class = np.argsort(place, kind="stable")
+    place = place[by_class]
+    counts = np.diff(np.searchsorted(place, view.starts)).tolist()
+    gaps = _gaps(place, counts, view.starts)
+    out = bytearray((len(chosen) + 1,))
+    out += chosen.tobytes()
+    for count in counts:
+        out += varint(count)
+    out += sequence.encode_buckets(gaps, counts)
+    steps = classes.zigzag_steps(old.dtype, before[positions], values)
+    relative = sequence.encode_buckets(steps[by_class], counts)
+    # Steps this long are not small moves of old values; the new values by themselves may be shorter.
+    wide = 8 * len(relative) > _STEP_BITS_WIDE * len(positions)
+    planes = _encode_planes(values, old.dtype) if wide else relative
+    absolute = len(planes) < len(relative)
+    out += planes if absolute else relative
+    return absolute, bytes(out), digest_change(old, positions, values)
+
+
+def decode_changes(old: Region, data: bytes, *, absolute: bool) -> tuple[Positions, Bits, Lanes]:
+    """The inverse of `encode_changes`; CorruptError with the broken rule on anything else."""
+    before = old.gather()
+    reader = ByteReader(data)
+    thresholds = _read_thresholds(reader, old.dtype)
+    counts = [reader.varint() for _ in range(len(thresholds) + 1)]
+    if sum(counts) > len(before):
+        raise CorruptError(f"{sum(counts)} changes among {len(before)} elements", rule="changes.count")
+    gaps = sequence.decode_buckets(reader, counts, value_bits=24)
+    if absolute:
+        values = _decode_planes(reader, len(gaps), old.dtype)
+    else:
+        steps = sequence.decode_buckets(reader, counts, value_bits=8 * old.dtype.width)
+    reader.require_end()
+    view = _ClassView.of(classes.exponents(old.dtype, before), thresholds)
+    found = view.order[_places(gaps, counts, view.starts)]
+    ascending = np.argsort(found)
+    positions = found[ascending].astype(np.uint32)
+    if not absolute:
+        values = classes.step_from(old.dtype, before[positions], steps[ascending])
+    return positions, values, digest_change(old, positions, values)
+
+
+def encode_planes(region: Region) -> bytes:
+    """All elements (`planes/1`): byte planes, most significant first, each entropy-coded if that is smaller."""
+    return _encode_planes(region.gather(), region.dtype)
+
+
+def decode_planes(data: bytes, elements: int, dtype: DType) -> Bits:
+    """The inverse of `encode_planes`; CorruptError with the broken rule on anything else."""
+    reader = ByteReader(data)
+    bits = _decode_planes(reader, elements, dtype)
+    reader.require_end()
+    return bits
+
+
+_RAW, _CODED = 0, 1
+_STEP_BITS_WIDE = 6
+
+
+def _encode_planes(bits: Bits, dtype: DType) -> bytes:
+    rotated = _rotate(bits, dtype, left=True)
+    planes = rotated.view(np.uint8).reshape(-1, dtype.width)
+    out = bytearray()
+    for plane in range(dtype.width - 1, -1, -1):
+        out += _encode_plane(np.ascontiguousarray(planes[:, plane]))
+    return bytes(out)
+
+
+def _decode_planes(reader: ByteReader, elements: int, dtype: DType) -> Bits:
+    planes = np.empty((elements, dtype.width), np.uint8)
+    for plane in range(dtype.width - 1, -1, -1):
+        mode = reader.byte()
+        if mode == _RAW:
+            planes[:, plane] = reader.array(np.uint8, elements)
+        elif mode == _CODED and elements:
+            planes[:, plane] = sequence.decode_symbols(reader, [elements], alphabet=256)
+        else:
+            raise CorruptError(f"plane mode {mode}", rule="planes.mode")
+    return _rotate(planes.reshape(-1).view(dtype.bits_dtype), dtype, left=False)
+
+
+def _encode_plane(plane: NDArray[np.uint8]) -> bytes:
+    raw = bytes((_RAW,)) + plane.tobytes()
+    counts = np.bincount(plane, minlength=256)
+    # A plane that would shrink by less than 1/64 stays raw: reading it is then free.
+    if classes.entropy_q12(counts) >= (len(plane) * 8 - len(plane) // 8) << 12:
+        return raw
+    coded = bytes((_CODED,)) + sequence.encode_symbols(plane, [len(plane)])
+    return coded if len(coded) < len(raw) else raw
+
+
+def _rotate(bits: Bits, dtype: DType, *, left: bool) -> Bits:
+    """Floats: the sign moves to the lowest bit, so that the exponent has a byte of its own."""
+    if not dtype.is_float:
+        return bits
+    one, rest = bits.dtype.type(1), bits.dtype.type(8 * dtype.width - 1)
+    up, down = (one, rest) if left else (rest, one)
+    return (bits << up) | (bits >> down)
+
+
+def _check_pairs(positions: Positions, values: Bits, elements: int) -> None:
+    if len(positions) != len(values):
+        raise InvalidInputError(f"{len(positions)} positions but {len(values)} values", rule="changes.length")
+    if len(positions) and (int(positions[-1]) >= elements or (np.diff(positions.astype(np.int64)) <= 0).any()):
+        raise InvalidInputError("positions are not ascending inside the block", rule="changes.order")
+
+
+def _check_changes(positions: Positions, values: Bits, before: Bits) -> None:
+    _check_pairs(positions, values, len(before))
+    if (before[positions] == values).any():
+        raise InvalidInputError("an element listed as changed has its old bits", rule="changes.unchanged")
+
+
+def _gaps(place: NDArray[np.int64], counts: list[int], starts: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Unchanged elements of the class before each changed one, since the last changed one."""
+    previous = np.concatenate(([-1], place[:-1]))
+    first = np.cumsum(counts) - counts
+    for c, count in enumerate(counts):
+        if count:
+            previous[first[c]] = starts[c] - 1
+    return (place - previous[: len(place)] - 1).astype(np.uint64)
+
+
+def _places(gaps: NDArray[np.uint64], counts: list[int], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    place = np.empty(len(gaps), np.int64)
+    first = 0
+    for c, count in enumerate(counts):
+        part = slice(first, first + count)
+        place[part] = np.cumsum(gaps[part].astype(np.int64) + 1) - 1 + starts[c]
+        if count and place[part][-1] >= starts[c + 1]:
+            raise CorruptError(f"a rank in class {c} is past its last element", rule="changes.rank")
+        first += count
+    return place
+
+
+def _read_thresholds(reader: ByteReader, dtype: DType) -> NDArray[np.uint8]:
+    count = reader.byte()
+    if not 1 <= count <= classes.CLASSES_MAX or (count > 1 and not dtype.is_float):
+        raise CorruptError(f"{count} classes of {dtype.name}", rule="changes.classes")
+    thresholds = reader.array(np.uint8, count - 1)
+    wide = thresholds.astype(np.int64)
+    if (np.diff(wide, prepend=0) <= 0).any() or (wide > dtype.exponent_mask).any():
+        raise CorruptError("class thresholds are not ascending exponents", rule="changes.thresholds")
+    return thresholds
+
+
+class ReferenceKernels:
+    """The functions of this module as the `Kernels` of dispatch.py."""
+
+    name = "reference"
+    detect = staticmethod(detect)
+    encode_changes = staticmethod(encode_changes)
+    decode_changes = staticmethod(decode_changes)
+    encode_planes = staticmethod(encode_planes)
+    decode_planes = staticmethod(decode_planes)
+    digest = staticmethod(digest)
+    digest_change = staticmethod(digest_change)
+    overwrite = staticmethod(overwrite)

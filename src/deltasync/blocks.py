@@ -1,0 +1,203 @@
+"""Steps 1, 2 and 6 together: a pair of states to blocks, and blocks to changes, on all cores.
+
+Stretches and blocks do not overlap, so that threads never meet; the kernels release the GIL.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+from deltasync.apply import overwrite
+from deltasync.codecs import coo, exp, planes
+from deltasync.detect import Changed, check_changed, detect, regroup, stretches
+from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError
+from deltasync.format import limits
+from deltasync.format.changes import Changes, cut_runs
+from deltasync.format.digest import StateDigest, layout_digest
+from deltasync.format.payload import Block
+from deltasync.format.weights import Runs, Weights, whole_runs
+from deltasync.kernels.dispatch import kernels
+
+OnProgress = Callable[[int], None]
+"""Called with the number of elements that were just done."""
+
+Source = Callable[[Runs], Iterator[Changes]]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def encode_delta(
+    old: Weights,
+    new: Weights,
+    *,
+    codec: str = exp.EXP,
+    threads: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> list[Block]:
+    """What changed from `old` to `new`. Each block has the smallest of the codecs that `codec` stands for."""
+    old.layout.require_equal(new.layout, ours="the old state", theirs="the new state")
+    return _encode(old, lambda runs: detect(old, new, runs), codec, threads, on_progress)
+
+
+def encode_changed(
+    old: Weights,
+    changed: Changed,
+    *,
+    codec: str = exp.EXP,
+    threads: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> list[Block]:
+    """The same blocks from elements that are known to have changed, as an accelerator finds them."""
+    check_changed(old.layout, changed)
+    return _encode(old, lambda runs: regroup(old.layout, changed, runs), codec, threads, on_progress)
+
+
+def encode_anchor(
+    weights: Weights, *, threads: int | None = None, on_progress: OnProgress | None = None
+) -> Iterator[Block]:
+    """All weights, block by block."""
+    pieces = stretches(weights.layout, elements=limits.PLANES_ELEMENTS)
+    return each(lambda runs: planes.encode(weights, runs), pieces, threads=threads, on_done=_counter(on_progress))
+
+
+def decode(
+    old: Weights,
+    blocks: Iterable[Block],
+    *,
+    relative: bool = True,
+    threads: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> Iterator[Changes]:
+    """Verified changes, in the order of the blocks. `relative` is False for the blocks of an anchor.
+
+    MismatchError if a block does not add up against `old`: then these are not the bits that it was made against.
+    """
+
+    def one(block: Block) -> list[Changes]:
+        return _decode_block(old, block, relative=relative)
+
+    done = _counter(on_progress)
+    for parts in each(one, blocks, threads=threads, on_done=lambda block: done(block.runs)):
+        yield from parts
+
+
+def decode_into(
+    target: Weights,
+    old: Weights,
+    blocks: Iterable[Block],
+    *,
+    relative: bool = True,
+    threads: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Decode against `old` and overwrite `target`, a copy of it, block by block without staging the whole.
+
+    On an error `target` is half written: give it one that nobody else can see yet.
+    """
+
+    def one(block: Block) -> None:
+        for changes in _decode_block(old, block, relative=relative):
+            overwrite(target, changes)
+
+    done = _counter(on_progress)
+    for _ in each(one, blocks, threads=threads, on_done=lambda block: done(block.runs)):
+        pass
+
+
+def digest(weights: Weights, *, threads: int | None = None, on_progress: OnProgress | None = None) -> StateDigest:
+    """The state digest of all weights."""
+    pieces = stretches(weights.layout, elements=limits.PLANES_ELEMENTS)
+    lanes = each(
+        lambda runs: kernels().digest(weights.region(runs)), pieces, threads=threads, on_done=_counter(on_progress)
+    )
+    return sum((StateDigest(*pair) for pair in lanes), layout_digest(weights.layout))
+
+
+def each(
+    work: Callable[[T], R],
+    items: Iterable[T],
+    *,
+    threads: int | None = None,
+    on_done: Callable[[T], None] | None = None,
+) -> Iterator[R]:
+    """Results of `work` in the order of `items`; never more than two of them for each thread are under way."""
+    workers = os.cpu_count() if threads is None else threads
+    if workers is None or workers < 1:
+        raise InvalidInputError(f"threads must be at least 1, not {workers}")
+    source = iter(items)
+    with ThreadPoolExecutor(workers, thread_name_prefix="deltasync") as pool:
+        waiting: deque[tuple[T, Future[R]]] = deque()
+        try:
+            waiting.extend((item, pool.submit(work, item)) for item in islice(source, 2 * workers))
+            while waiting:
+                item, future = waiting.popleft()
+                result = future.result()
+                waiting.extend((following, pool.submit(work, following)) for following in islice(source, 1))
+                if on_done is not None:
+                    on_done(item)
+                yield result
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+def _encode(
+    old: Weights, source: Source, codec: str, threads: int | None, on_progress: OnProgress | None
+) -> list[Block]:
+    if codec == exp.EXP:
+        pieces = stretches(old.layout)
+        work = lambda runs: [_smallest(old, changes) for changes in source(runs)]  # noqa: E731
+    elif codec == coo.COO:
+        pieces = [whole_runs(old.layout, [t]) for t, spec in enumerate(old.layout.tensors) if spec.elements]
+        work = lambda runs: _coo(old, source, runs)  # noqa: E731
+    else:
+        raise InvalidInputError(f"no codec {codec!r} for a delta", hint=f"use {exp.EXP} or {coo.COO}")
+    found = each(work, pieces, threads=threads, on_done=_counter(on_progress))
+    return [block for blocks in found for block in blocks]
+
+
+def _smallest(old: Weights, changes: Changes) -> Block:
+    block = exp.encode(old, changes)
+    weights_bytes = int(changes.runs[:, 2].sum()) * changes.values.itemsize
+    # Compressed weights take about two thirds of their size: below a quarter there is nothing to win.
+    if 4 * len(block.data) < weights_bytes:
+        return block
+    dense = planes.encode_changed(old, changes, digest=block.digest)
+    return dense if len(dense.data) < len(block.data) else block
+
+
+def _coo(old: Weights, source: Source, runs: Runs) -> list[Block]:
+    parts = (changes for piece in cut_runs(runs, limits.BLOCK_ELEMENTS_MAX) for changes in source(piece))
+    block = coo.encode(old, int(runs[0, 0]), parts)
+    return [] if block is None else [block]
+
+
+def _decode_block(old: Weights, block: Block, *, relative: bool) -> list[Changes]:
+    if block.codec == planes.PLANES:
+        parts, gained = planes.decode(old, block, relative=relative)
+    elif not relative:
+        raise FormatError(f"codec {block.codec!r} in an anchor", rule="anchor.codec")
+    elif block.codec in (exp.EXP, exp.ABS):
+        parts, gained = exp.decode(old, block)
+    elif block.codec == coo.COO:
+        parts, gained = coo.decode(old, block)
+    else:
+        raise FormatError(f"codec {block.codec!r} is not known", rule="block.codec", hint="upgrade deltasync")
+    if gained != block.digest:
+        raise MismatchError(
+            f"a block gives {gained.hex} where {block.digest.hex} was promised",
+            rule="block.digest",
+            hint="the old weights are not the ones that this delta was made against",
+        )
+    count = sum(len(p.values) for p in parts)
+    if block.codec != planes.PLANES and count != block.changed:
+        raise CorruptError(f"{count} changes where {block.changed} were promised", rule="block.changed")
+    return parts
+
+
+def _counter(on_progress: OnProgress | None) -> Callable[[Runs], None]:
+    return lambda runs: None if on_progress is None else on_progress(int(runs[:, 2].sum()))

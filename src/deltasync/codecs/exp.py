@@ -1,0 +1,36 @@
+"""`exp/1`: changes conditioned on what the receiver has, the old exponents. `abs/1`: the same with absolute values.
+
+Inside each class of old exponents the gaps between changed elements are coded, then the steps in units in the last
+place (`exp/1`) or the new bits by themselves (`abs/1`), whichever is smaller.
+"""
+
+from deltasync.errors import InvalidInputError
+from deltasync.format.changes import Changes
+from deltasync.format.digest import StateDigest
+from deltasync.format.payload import Block
+from deltasync.format.weights import Weights
+from deltasync.kernels.dispatch import kernels
+
+EXP = "exp/1"
+ABS = "abs/1"
+
+
+def encode(old: Weights, changes: Changes) -> Block:
+    """One block, `exp/1` or `abs/1`."""
+    if changes.positions is None:
+        raise InvalidInputError("exp/1 codes changed elements, not all elements")
+    absolute, data, lanes = kernels().encode_changes(old.region(changes.runs), changes.positions, changes.values)
+    return Block(
+        codec=ABS if absolute else EXP,
+        runs=changes.runs,
+        changed=len(changes.positions),
+        digest=StateDigest(*lanes),
+        data=data,
+    )
+
+
+def decode(old: Weights, block: Block) -> tuple[list[Changes], StateDigest]:
+    """The changes, and what they add to the digest of `old`."""
+    region = old.region(block.runs)
+    positions, values, lanes = kernels().decode_changes(region, block.data, absolute=block.codec == ABS)
+    return [Changes(block.runs, positions, values)], StateDigest(*lanes)

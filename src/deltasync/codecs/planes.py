@@ -1,0 +1,48 @@
+"""`planes/1`: all elements of a block, split into byte planes, each entropy-coded where that helps.
+
+Anchors consist of it, and a block of a delta falls back to it when so much changed that the weights are smaller.
+"""
+
+from deltasync.format.changes import Changes
+from deltasync.format.digest import StateDigest
+from deltasync.format.payload import Block
+from deltasync.format.weights import Runs, Weights
+from deltasync.kernels.dispatch import kernels
+
+PLANES = "planes/1"
+
+
+def encode(new: Weights, runs: Runs) -> Block:
+    """A block of an anchor. Its digest is the sum over all of its elements, as if they had been zero before."""
+    region = new.region(runs)
+    return Block(
+        codec=PLANES,
+        runs=runs,
+        changed=region.elements,
+        digest=StateDigest(*kernels().digest(region)),
+        data=kernels().encode_planes(region),
+    )
+
+
+def encode_changed(old: Weights, changes: Changes, *, digest: StateDigest) -> Block:
+    """A block of a delta that carries all of its elements; `digest` is what the changes add."""
+    region = old.region(changes.runs)
+    bits = region.gather()
+    bits[slice(None) if changes.positions is None else changes.positions] = changes.values
+    return Block(
+        codec=PLANES,
+        runs=changes.runs,
+        changed=len(changes.values),
+        digest=digest,
+        data=kernels().encode_planes(region.holding(bits)),
+    )
+
+
+def decode(old: Weights, block: Block, *, relative: bool) -> tuple[list[Changes], StateDigest]:
+    """All elements, and what they add to the digest: of `old` if `relative`, else of a state of zeros."""
+    region = old.region(block.runs)
+    bits = kernels().decode_planes(block.data, region.elements, region.dtype)
+    gained = StateDigest(*kernels().digest(region.holding(bits)))
+    if relative:
+        gained -= StateDigest(*kernels().digest(region))
+    return [Changes(block.runs, None, bits)], gained

@@ -1,0 +1,76 @@
+"""The `deltasync` command: arguments, exit codes, errors."""
+
+import argparse
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from deltasync import __version__
+from deltasync.cli import apply, diff, digest, inspect
+from deltasync.cli.output import plain
+from deltasync.errors import ConflictError, CorruptError, DeltasyncError, FormatError, MismatchError
+
+EXIT_OK = 0
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_CORRUPT = 3
+EXIT_CONFLICT = 4
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+_COMMANDS = (diff, apply, inspect, digest)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; wrong usage exits with 2 through argparse."""
+    args = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names that the terminal's encoding lacks are shown escaped, as on stderr.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except DeltasyncError as error:
+        return _fail(str(error), _exit_code(error))
+    except BrokenPipeError:
+        # Whoever read our output has left: keep the interpreter from complaining when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except OSError as error:
+        return _fail(str(error), EXIT_ERROR)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 - the one place that stops every error
+        traceback.print_exc()
+        return _fail(f"{type(error).__name__}: {error} (this is a bug in deltasync)", EXIT_ERROR)
+    return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deltasync",
+        description="Lossless sparse deltas between two states of a model's weights.",
+        epilog="Exit codes: 0 ok, 1 error, 2 wrong usage, 3 corrupt or mismatched data, 4 conflict.",
+    )
+    parser.add_argument("--version", action="version", version=f"deltasync {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.register(commands)
+    return parser
+
+
+def _exit_code(error: DeltasyncError) -> int:
+    if isinstance(error, ConflictError):
+        return EXIT_CONFLICT
+    return EXIT_CORRUPT if isinstance(error, (CorruptError, FormatError, MismatchError)) else EXIT_ERROR
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {plain(message)}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Files that appear whole or not at all: written beside their place, synced to disk, then renamed."""
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from deltasync.errors import CorruptError, InvalidInputError
+from deltasync.format.safetensors import Read
+
+_COPY_BYTES = 1 << 30
+_NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
+
+
+def atomic_write(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
+    """Write a file and return its size. An older file at `path` stays until the new one is on disk."""
+    with temporary_beside(path) as temporary:
+        size = 0
+        with temporary.open("xb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                size += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    sync_folder(path.parent)
+    return size
+
+
+@contextmanager
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """A name in the folder of `path` that nobody uses. What is there at the end of the block is removed."""
+    if not path.parent.is_dir():
+        raise InvalidInputError(f"{path.parent} is not a folder", hint="create it, or choose another output")
+    temporary = path.parent / f".{path.name[:100]}.{secrets.token_hex(6)}.tmp"
+    try:
+        yield temporary
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            with suppress(FileNotFoundError):
+                temporary.unlink()
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy the content (of what a link points to) inside the kernel, which shares the blocks where it can."""
+    with source.open("rb") as reader, target.open("xb") as writer:
+        if _copy_in_kernel(reader.fileno(), writer.fileno()):
+            return
+    shutil.copyfile(source, target)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the content of a file is on disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on disk, where the system can do that."""
+    if os.name == "nt":
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def reader(fd: int) -> Read:
+    """Ranges of an open file."""
+
+    def read(offset: int, length: int) -> bytes:
+        parts, left = [], length
+        while left:
+            # Linux reads at most 2 GiB at once.
+            part = os.pread(fd, left, offset + length - left)
+            if not part:
+                raise CorruptError(f"the file ends before byte {offset + length}", rule="safetensors.truncated")
+            parts.append(part)
+            left -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    return read
+
+
+def _copy_in_kernel(source: int, target: int) -> bool:
+    if not hasattr(os, "copy_file_range"):
+        return False
+    copied = 0
+    while True:
+        try:
+            done = os.copy_file_range(source, target, _COPY_BYTES)
+        except OSError as error:
+            if copied == 0 and error.errno in _NO_KERNEL_COPY:
+                return False
+            raise
+        if done == 0:
+            # Some file systems say 0 for files whose size they do not know beforehand.
+            return copied == os.fstat(source).st_size and copied > 0
+        copied += done

@@ -1,0 +1,16 @@
+"""Makes `helpers` and `crafting` importable from every test: this folder comes onto the path."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from deltasync.kernels.dispatch import VARIABLE, available, kernels
+
+
+@pytest.fixture(params=available())
+def every_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Runs the test once on each set of kernels that this machine has; gives its name."""
+    monkeypatch.setenv(VARIABLE, request.param)
+    kernels.cache_clear()
+    yield request.param
+    kernels.cache_clear()

@@ -1,0 +1,149 @@
+"""Builders that several tests share: states, checkpoints, and payloads that break one rule."""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from deltasync.format.digest import StateDigest, layout_digest
+from deltasync.format.dtypes import DTYPES, dtype_of
+from deltasync.format.layout import Layout, TensorSpec
+from deltasync.format.payload import Block, PayloadHeader, write_payload
+from deltasync.format.safetensors import header_bytes, parse_header
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+State = dict[str, np.ndarray]
+
+
+def state(seed: int = 0) -> State:
+    """A small state of many types, with an empty tensor and a scalar."""
+    rng = np.random.default_rng(seed)
+    return {
+        "embed": rng.standard_normal((64, 32)).astype(BF16),
+        "layer.0.up": rng.standard_normal((16, 32)).astype(BF16),
+        "layer.0.bias": rng.standard_normal(33).astype(np.float32),
+        "layer.0.fp8": rng.standard_normal((5, 7)).astype(ml_dtypes.float8_e4m3fn),
+        "packed": rng.integers(0, 255, (9, 3), dtype=np.uint8),
+        "counter": np.array(7, np.int64),
+        "nothing": np.empty((0, 4), np.float16),
+    }
+
+
+def changed(old: State, *, seed: int = 1, share: float = 0.05) -> State:
+    """A copy with some bits flipped in every tensor."""
+    rng = np.random.default_rng(seed)
+    new = {}
+    for name, array in old.items():
+        bits = array.copy().reshape(-1).view(np.uint8)
+        bits[rng.random(bits.size) < share] ^= 1
+        new[name] = bits.view(array.dtype).reshape(array.shape)
+    return new
+
+
+def same_bits(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> bool:
+    """Whether names, types, shapes and all bits are equal."""
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and a[n].shape == b[n].shape and a[n].tobytes() == b[n].tobytes() for n in a
+    )
+
+
+def safetensors_bytes(tensors: Mapping[str, np.ndarray], *, pad: int = 0) -> bytes:
+    """A safetensors file; `pad` more spaces in the header than needed misalign the data."""
+    specs = [TensorSpec(name, dtype_of(a), a.shape) for name, a in tensors.items()]
+    text = header_bytes(specs, {"format": "pt"})[8:] + b" " * pad
+    return len(text).to_bytes(8, "little") + text + b"".join(a.tobytes() for a in tensors.values())
+
+
+def write_sharded(folder: Path, tensors: Mapping[str, np.ndarray], *, shards: int = 2) -> None:
+    """A checkpoint folder with an index, shards, and files that are not weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map = {}
+    for i in range(shards):
+        name = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = {n: a for k, (n, a) in enumerate(tensors.items()) if k % shards == i}
+        (folder / name).write_bytes(safetensors_bytes(part))
+        weight_map.update(dict.fromkeys(part, name))
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text('{"model_type": "test"}')
+
+
+LAYOUT = Layout.of(
+    [
+        TensorSpec("a", DTYPES["BF16"], (8, 10)),
+        TensorSpec("b", DTYPES["BF16"], (40,)),
+        TensorSpec("c", DTYPES["F32"], (6,)),
+        TensorSpec("none", DTYPES["F32"], (0,)),
+    ]
+)
+
+
+def block(codec: str, runs: list[list[int]], changed: int, lanes: tuple[int, int], data: bytes) -> Block:
+    return Block(codec, np.array(runs, np.int64), changed, StateDigest(*lanes), data)
+
+
+def delta_payload() -> bytes:
+    """A delta of two blocks whose bytes mean nothing: the container does not look inside."""
+    blocks = [
+        block("exp/1", [[0, 0, 80], [1, 0, 20]], 5, (3, 4), b"first block"),
+        block("abs/1", [[2, 1, 5]], 2, (10, 2**64 - 1), b"second"),
+    ]
+    parent = StateDigest(7, 8)
+    return write_payload(PayloadHeader("delta", LAYOUT, parent, StateDigest(20, 11)), blocks)
+
+
+def anchor_payload() -> bytes:
+    """An anchor of three blocks."""
+    blocks = [
+        block("planes/1", [[0, 0, 80]], 80, (1, 1), b"x"),
+        block("planes/1", [[1, 0, 40]], 40, (2, 2), b"yy"),
+        block("planes/1", [[2, 0, 6]], 6, (3, 3), b"zzz"),
+    ]
+    digest = layout_digest(LAYOUT) + StateDigest(6, 6)
+    return write_payload(PayloadHeader("anchor", LAYOUT, None, digest), blocks)
+
+
+def coo_payload() -> bytes:
+    """A `coo/1` delta of two tensors."""
+    blocks = [
+        block("coo/1", [[0, 0, 80]], 3, (1, 0), np.array([1, 5, 79], "<i4").tobytes() + b"abcdef"),
+        block("coo/1", [[2, 0, 6]], 1, (0, 1), np.array([4], "<i4").tobytes() + b"wxyz"),
+    ]
+    return write_payload(PayloadHeader("delta", LAYOUT, StateDigest.ZERO, StateDigest(1, 1)), blocks)
+
+
+class Pieces:
+    """A payload taken apart: change the fields, then `build()` it again without any check."""
+
+    def __init__(self, payload: bytes) -> None:
+        header = parse_header(payload)
+        self.metadata: dict[str, str] = dict(header.metadata)
+        self.specs = [e.spec for e in header.entries]
+        self.data = {e.name: payload[e.begin : e.end] for e in header.entries}
+        self.index: dict[str, Any] = json.loads(zlib.decompress(self.data["deltasync.index"]))
+        self.index_bytes: bytes | None = None
+
+    def build(self) -> bytes:
+        self.data["deltasync.index"] = (
+            zlib.compress(json.dumps(self.index).encode()) if self.index_bytes is None else self.index_bytes
+        )
+        specs = [
+            TensorSpec(s.name, s.dtype, (len(self.data[s.name]),)) if s.dtype.name == "U8" else s for s in self.specs
+        ]
+        return header_bytes(specs, self.metadata) + b"".join(self.data[s.name] for s in specs)
+
+
+def mutated(payload: bytes, change: Callable[[Pieces], object]) -> bytes:
+    """The payload after `change`."""
+    pieces = Pieces(payload)
+    change(pieces)
+    return pieces.build()
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,256 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from helpers import safetensors_bytes, same_bits, state, write_sharded
+
+from deltasync.checkpoint import Checkpoint, open_checkpoint, write_checkpoint_like
+from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, NotFoundError
+from deltasync.format.weights import Weights
+
+INDEX = "model.safetensors.index.json"
+
+
+def holds(checkpoint: Checkpoint, tensors: dict[str, np.ndarray]) -> bool:
+    return equal(checkpoint.weights, Weights.of(tensors))
+
+
+def equal(a: Weights, b: Weights) -> bool:
+    return a.layout == b.layout and all(np.array_equal(x, y) for x, y in zip(a.arrays, b.arrays, strict=True))
+
+
+def test_one_file(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(safetensors_bytes(state()))
+    found = open_checkpoint(tmp_path / "m.safetensors")
+    assert holds(found, state())
+    assert not found.is_folder
+    assert found.files[0].header.metadata == {"format": "pt"}
+
+
+def test_a_file_of_the_library(tmp_path: Path) -> None:
+    tensors = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "h": np.ones(3, np.float16)}
+    safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
+    assert holds(open_checkpoint(str(tmp_path / "m.safetensors")), tensors)
+
+
+def test_folders(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "sharded", state(), shards=3)
+    assert holds(open_checkpoint(tmp_path / "sharded"), state())
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "model.safetensors").write_bytes(safetensors_bytes(state()))
+    (tmp_path / "whole" / "other.safetensors").write_bytes(safetensors_bytes(state(9)))
+    assert holds(open_checkpoint(tmp_path / "whole"), state())
+    (tmp_path / "sharded" / INDEX).unlink()
+    assert holds(open_checkpoint(tmp_path / "sharded"), state())
+
+
+def test_weights_are_views_that_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(safetensors_bytes(state()))
+    weights = open_checkpoint(path).weights
+    assert not any(a.flags.writeable for a in weights.arrays if a.size)
+    assert not weights.arrays[weights.layout.ordinals["embed"]].flags.owndata
+
+
+def test_misaligned_tensors_are_copied_and_written_back(tmp_path: Path) -> None:
+    tensors = {"odd": np.arange(3, dtype=np.uint8), "x": np.arange(5, dtype=np.float32), "y": np.arange(4, dtype="<u2")}
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(safetensors_bytes(tensors))
+    checkpoint = open_checkpoint(path)
+    assert holds(checkpoint, tensors)
+    assert all(a.flags.aligned for a in checkpoint.weights.arrays)
+
+    def fill(target: Weights) -> None:
+        for array in target.arrays:
+            array += array.dtype.type(1)
+
+    write_checkpoint_like(checkpoint, tmp_path / "n.safetensors", fill)
+    expected = {n: (a.view(f"<u{a.itemsize}") + 1).astype(f"<u{a.itemsize}").view(a.dtype) for n, a in tensors.items()}
+    assert holds(open_checkpoint(tmp_path / "n.safetensors"), expected)
+    assert holds(open_checkpoint(path), tensors)
+
+
+def test_a_header_that_misaligns_everything(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(safetensors_bytes(state(), pad=3))
+    assert holds(open_checkpoint(path), state())
+
+
+def bump(target: Weights) -> None:
+    target.arrays[0][0] ^= target.arrays[0].dtype.type(1)
+
+
+def test_a_folder_is_copied_with_all_that_belongs_to_it(tmp_path: Path) -> None:
+    source, out = tmp_path / "old", tmp_path / "new"
+    write_sharded(source, state())
+    (source / "sub").mkdir()
+    (source / "sub" / "config.json").write_text("{}")
+    (source / "empty.txt").write_text("")
+    (source / "pytorch_model.bin").write_bytes(b"stale")
+    (source / "consolidated.safetensors").write_bytes(b"stale")
+    (source / ".git").mkdir()
+    (source / ".git" / "HEAD").write_text("x")
+    (source / "dangling").symlink_to("nowhere")
+    checkpoint = open_checkpoint(source)
+    write_checkpoint_like(checkpoint, out, bump)
+    found = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file())
+    shards = [f.path.name for f in checkpoint.files]
+    assert found == sorted(["config.json", "empty.txt", INDEX, "sub/config.json", *shards])
+    assert (out / "config.json").read_text() == (source / "config.json").read_text()
+    after = open_checkpoint(out).weights
+    assert after.arrays[0][0] == checkpoint.weights.arrays[0][0] ^ 1
+    assert all(np.array_equal(a, b) for a, b in zip(after.arrays[1:], checkpoint.weights.arrays[1:], strict=True))
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_links_as_in_the_hub_cache(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "plain", state())
+    blobs, linked = tmp_path / "blobs", tmp_path / "snap" / "rev"
+    blobs.mkdir()
+    linked.mkdir(parents=True)
+    for i, path in enumerate(sorted((tmp_path / "plain").iterdir())):
+        path.rename(blobs / str(i))
+        (linked / path.name).symlink_to(Path("../../blobs") / str(i))
+    before = {p.name: p.read_bytes() for p in blobs.iterdir()}
+    checkpoint = open_checkpoint(linked)
+    assert holds(checkpoint, state())
+    write_checkpoint_like(checkpoint, tmp_path / "new", bump)
+    assert not any(p.is_symlink() for p in (tmp_path / "new").iterdir())
+    assert {p.name: p.read_bytes() for p in blobs.iterdir()} == before
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_a_failing_callback_leaves_nothing(tmp_path: Path, error: type[BaseException], as_folder: bool) -> None:
+    source = tmp_path / ("old" if as_folder else "old.safetensors")
+    if as_folder:
+        write_sharded(source, state())
+    else:
+        source.write_bytes(safetensors_bytes(state()))
+
+    def fill(target: Weights) -> None:
+        bump(target)
+        raise error
+
+    with pytest.raises(error):
+        write_checkpoint_like(open_checkpoint(source), tmp_path / "new", fill)
+    assert [p.name for p in tmp_path.iterdir()] == [source.name]
+    assert holds(open_checkpoint(source), state())
+
+
+def test_the_output_is_not_there_while_it_is_filled(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "old", state())
+    seen: list[bool] = []
+    write_checkpoint_like(
+        open_checkpoint(tmp_path / "old"), tmp_path / "new", lambda w: seen.append((tmp_path / "new").exists())
+    )
+    assert seen == [False]
+
+
+def test_outputs_that_are_taken(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "old", state())
+    (tmp_path / "file").write_text("precious")
+    folder = open_checkpoint(tmp_path / "old")
+    single = open_checkpoint(folder.files[0].path)
+    for checkpoint, out in ((folder, "old"), (folder, "file"), (single, "old"), (folder, "no/such/place")):
+        with pytest.raises(InvalidInputError) as caught:
+            write_checkpoint_like(checkpoint, tmp_path / out, bump)
+        assert caught.value.hint
+    assert (tmp_path / "file").read_text() == "precious"
+    assert holds(open_checkpoint(tmp_path / "old"), state())
+    (tmp_path / "empty").mkdir()
+    write_checkpoint_like(folder, tmp_path / "empty", bump)
+    assert (tmp_path / "empty" / "config.json").exists()
+
+
+def test_a_single_file_may_replace_itself(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(safetensors_bytes(state()))
+    old = open_checkpoint(path)
+    write_checkpoint_like(old, path, bump)
+    assert holds(old, state()), "the open checkpoint still shows the old file"
+    assert not holds(open_checkpoint(path), state())
+
+
+def break_nothing_there(folder: Path) -> Path:
+    return folder / "missing"
+
+
+def break_no_weights(folder: Path) -> Path:
+    for path in folder.glob("model*"):
+        path.unlink()
+    return folder
+
+
+def break_shard_missing(folder: Path) -> Path:
+    next(folder.glob("*00002-of*.safetensors")).unlink()
+    return folder
+
+
+def break_tensor_missing(folder: Path) -> Path:
+    fields = json.loads((folder / INDEX).read_text())
+    fields["weight_map"]["ghost"] = next(iter(fields["weight_map"].values()))
+    (folder / INDEX).write_text(json.dumps(fields))
+    return folder
+
+
+def break_duplicate(folder: Path) -> Path:
+    (folder / INDEX).unlink()
+    (folder / "copy.safetensors").write_bytes(next(folder.glob("*.safetensors")).read_bytes())
+    return folder
+
+
+def break_traversal(folder: Path) -> Path:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
+    return folder
+
+
+def break_index_json(folder: Path) -> Path:
+    (folder / INDEX).write_text("{")
+    return folder
+
+
+def break_index_map(folder: Path) -> Path:
+    (folder / INDEX).write_text('{"weight_map": []}')
+    return folder
+
+
+def break_truncated(folder: Path) -> Path:
+    path = next(folder.glob("*00001-of*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    return folder
+
+
+def break_dtype(folder: Path) -> Path:
+    path = next(folder.glob("*00001-of*.safetensors"))
+    path.write_bytes(path.read_bytes().replace(b'"BF16"', b'"F4  "'))
+    return folder
+
+
+BAD = [
+    (break_nothing_there, NotFoundError, None, "missing"),
+    (break_no_weights, NotFoundError, None, "old"),
+    (break_shard_missing, NotFoundError, None, "model-00002-of-00002.safetensors"),
+    (break_tensor_missing, CorruptError, "checkpoint.index", "ghost"),
+    (break_duplicate, CorruptError, "checkpoint.duplicate", "copy.safetensors"),
+    (break_traversal, CorruptError, "checkpoint.index", INDEX),
+    (break_index_json, CorruptError, "checkpoint.json", INDEX),
+    (break_index_map, CorruptError, "checkpoint.index", INDEX),
+    (break_truncated, CorruptError, "safetensors.truncated", "model-00001-of-00002.safetensors"),
+    (break_dtype, FormatError, "dtype", "model-00001-of-00002.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("break_it", "error", "rule", "named"), BAD, ids=[b[0].__name__ for b in BAD])
+def test_refused(tmp_path: Path, break_it: object, error: type[DeltasyncError], rule: str | None, named: str) -> None:
+    write_sharded(tmp_path / "old", state())
+    with pytest.raises(DeltasyncError, match=named) as caught:
+        open_checkpoint(break_it(tmp_path / "old"))  # type: ignore[operator]
+    assert (type(caught.value), caught.value.rule) == (error, rule)
+
+
+def test_helpers_can_tell_states_apart() -> None:
+    assert same_bits(state(), state())
+    assert not same_bits(state(), state(1))

@@ -22,8 +22,7 @@ U rotate_out(U bits, bool is_float) {
 }
 
 void encode_plane(Bytes& out, std::span<const u8> plane) {
-    std::array<u64, 256> counts{};
-    for (u8 b : plane) ++counts[b];
+    std::array<u64, 256> counts = count_bytes(plane);
     u64 n = plane.size(), begin = out.size();
     // A plane that would shrink by less than 1/64 stays raw: reading it is then free.
     if (entropy_q12(counts) < (n * 8 - n / 8) << 12) {

@@ -45,9 +45,14 @@ Frequencies frequencies_of(std::span<const u8> weights) {
 int lanes_log2_for(u64 count) { return std::clamp(static_cast<int>(std::bit_width(count)) - 12, 0, kLanesLog2Max); }
 
 struct EncodeSymbol {
-    double inverse;  // (x + 0.5) * inverse truncates to x / frequency for all 32-bit x: the error is far below 1/8192
-    u32 frequency;
-    u32 start;
+    u64 reciprocal;  // 2^64 / frequency, rounded up; its high product with a 32-bit x is x / frequency
+    u32 whole;       // all bits set if the frequency is 1, whose reciprocal does not fit
+    u16 frequency;
+    u16 start;
+
+    u32 divide(u32 x) const {
+        return static_cast<u32>(static_cast<unsigned __int128>(x) * reciprocal >> 64) + (x & whole);
+    }
 };
 
 struct EncodeTable {
@@ -56,15 +61,15 @@ struct EncodeTable {
     explicit EncodeTable(const Frequencies& f) {
         u32 start = 0;
         for (int s = 0; s < 256; ++s) {
-            symbols[s] = {f[s] ? 1.0 / f[s] : 0.0, f[s], start};
+            symbols[s] = {f[s] > 1 ? ~u64{0} / f[s] + 1 : 0, f[s] == 1 ? ~u32{0} : 0, static_cast<u16>(f[s]),
+                          static_cast<u16>(start)};
             start += f[s];
         }
     }
 };
 
 void write_table(Bytes& out, std::span<const u8> symbols, std::vector<EncodeTable>& tables) {
-    std::array<u64, 256> counts{};
-    for (u8 s : symbols) ++counts[s];
+    std::array<u64, 256> counts = count_bytes(symbols);
     std::size_t size = 256;
     while (counts[size - 1] == 0) --size;
     std::array<u8, 256> weights;
@@ -161,7 +166,7 @@ void encode_symbols(Bytes& out, std::span<const u8> symbols, Counts counts) {
             at[-1] = static_cast<u16>(x);
             at -= full;
             x >>= 16 * full;
-            u32 q = static_cast<u32>((static_cast<double>(x) + 0.5) * s.inverse);
+            u32 q = s.divide(x);
             states[i & (lanes - 1)] = (q << kPrecision) + (x - q * s.frequency) + s.start;
         }
         ++i;

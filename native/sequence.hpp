@@ -38,6 +38,15 @@ inline u64 bucket_base(u8 symbol) {
 // Counts of symbols under each context, in context order.
 using Counts = std::span<const u64>;
 
+// How often each byte occurs. Neighbours are often equal: four histograms keep one count from waiting for the last.
+inline std::array<u64, 256> count_bytes(std::span<const u8> bytes) {
+    std::array<std::array<u32, 256>, 4> parts{};
+    for (std::size_t i = 0; i < bytes.size(); ++i) ++parts[i % 4][bytes[i]];
+    std::array<u64, 256> counts;
+    for (std::size_t b = 0; b < 256; ++b) counts[b] = u64{parts[0][b]} + parts[1][b] + parts[2][b] + parts[3][b];
+    return counts;
+}
+
 void encode_symbols(Bytes& out, std::span<const u8> symbols, Counts counts);
 void decode_symbols(ByteReader& in, Counts counts, int alphabet, std::span<u8> symbols);
 

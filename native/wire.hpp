@@ -59,7 +59,7 @@ private:
 // Packs bits LSB first.
 class BitWriter {
 public:
-    explicit BitWriter(u64 bits_max) : bytes_((bits_max + 7) / 8 + 8) {}
+    explicit BitWriter(u64 bits_max) : bytes_((bits_max + 7) / 8 + 8), at_(bytes_.data()) {}
 
     // The low `width` bits of `value`, which has no others; `Max` bounds `width`.
     template <int Max>
@@ -72,20 +72,25 @@ public:
         }
     }
 
-    std::span<const u8> bytes() const { return {bytes_.data(), (at_ + 7) / 8}; }
+    std::span<const u8> bytes() const {
+        return {bytes_.data(), static_cast<std::size_t>(at_ - bytes_.data()) + (filled_ != 0)};
+    }
 
 private:
+    // Bits that do not fill a byte yet stay in a register: reading them back from memory would wait for the last store.
     void put_short(u64 value, int width) {
-        u8* place = bytes_.data() + at_ / 8;
-        u64 window;
-        std::memcpy(&window, place, 8);
-        window |= value << (at_ % 8);
-        std::memcpy(place, &window, 8);
-        at_ += static_cast<u64>(width);
+        pending_ |= value << filled_;
+        filled_ += width;
+        std::memcpy(at_, &pending_, 8);
+        at_ += filled_ / 8;
+        pending_ >>= filled_ & ~7;
+        filled_ %= 8;
     }
 
     Bytes bytes_;
-    u64 at_ = 0;
+    u8* at_;
+    u64 pending_ = 0;
+    int filled_ = 0;
 };
 
 // Reads bits LSB first. The caller has checked that there are enough of them.

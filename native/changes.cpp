@@ -170,7 +170,7 @@ Decoded decode(const Isa& isa, const Kind& kind, const Runs& runs, std::span<con
     if (n > runs.elements) throw Corrupt{"changes.count", "more changes than elements"};
     std::span<const u64> counts(count.data(), static_cast<std::size_t>(classes.count));
     auto ranks = room<u32>(n);
-    decode_buckets(in, counts, 24, std::span<u32>(ranks.get(), n));
+    decode_buckets(in, counts, kBlockElementsLog2, std::span<u32>(ranks.get(), n));
     Decoded out;
     out.values.resize((n + kSlack) * sizeof(U));
     U* values = reinterpret_cast<U*>(out.values.data());

@@ -10,7 +10,7 @@
 namespace deltasync {
 namespace {
 
-constexpr int kClassesWanted = 8;
+constexpr int kClassesWanted = 12;
 constexpr i64 kClassCost = i64{320} << 12;
 constexpr u64 kSampleAllBelow = u64{1} << 17;
 constexpr u64 kSamplePeriod = 8192, kSampleRun = 64;

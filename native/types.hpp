@@ -56,6 +56,7 @@ struct Invalid {
 
 constexpr int kClassesMax = 16;
 constexpr int kLanesLog2Max = 5;
-constexpr u64 kBlockElementsMax = u64{1} << 24;
+constexpr int kBlockElementsLog2 = 25;
+constexpr u64 kBlockElementsMax = u64{1} << kBlockElementsLog2;
 
 }  // namespace deltasync

@@ -1,6 +1,7 @@
 """Every number that a reader holds a file to, so that no file can make it allocate or loop without bound."""
 
-BLOCK_ELEMENTS_MAX = 1 << 24
+BLOCK_ELEMENTS_LOG2 = 25
+BLOCK_ELEMENTS_MAX = 1 << BLOCK_ELEMENTS_LOG2
 """Elements that one block may cover."""
 
 CELL_ELEMENTS = 1 << 20

@@ -13,7 +13,7 @@ from deltasync.kernels import sequence
 CLASSES_MAX = limits.CLASSES_MAX
 
 # The rest of this module's constants steer the writer only; a reader takes whatever thresholds it finds.
-_CLASSES_WANTED = 8
+_CLASSES_WANTED = 12
 _CLASS_COST_BITS = 320
 _SAMPLE_ALL_BELOW = 1 << 17
 _SAMPLE_PERIOD, _SAMPLE_RUN = 8192, 64

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.errors import CorruptError, InvalidInputError
+from deltasync.format import limits
 from deltasync.format.changes import Positions
 from deltasync.format.dtypes import DType
 from deltasync.format.weights import Bits, Region
@@ -113,7 +114,7 @@ def decode_changes(old: Region, data: bytes, *, absolute: bool) -> tuple[Positio
     counts = [reader.varint() for _ in range(len(thresholds) + 1)]
     if sum(counts) > len(before):
         raise CorruptError(f"{sum(counts)} changes among {len(before)} elements", rule="changes.count")
-    gaps = sequence.decode_buckets(reader, counts, value_bits=24)
+    gaps = sequence.decode_buckets(reader, counts, value_bits=limits.BLOCK_ELEMENTS_LOG2)
     if absolute:
         values = _decode_planes(reader, len(gaps), old.dtype)
     else:

@@ -1,0 +1,1 @@
+"""What users need to test their own stores and states against deltasync. Not imported by anything else here."""

@@ -1,0 +1,70 @@
+"""The package as it is built elsewhere: without a compiler, and with the AVX-512 kernels on emulated instructions."""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+REPO = Path(__file__).parents[2]
+SIMDE = Path("/usr/include/simde/x86/avx512.h")
+
+ONE_ROUND_TRIP_TWICE = """
+import numpy as np, deltasync
+from deltasync.kernels.dispatch import available
+old = {"w": np.linspace(-1, 1, 1000, dtype=np.float32)}
+new = {"w": np.nextafter(old["w"], np.float32(2))}
+for _ in range(2):
+    assert (deltasync.apply(old, deltasync.diff(old, new))["w"] == new["w"]).all()
+print(available())
+"""
+
+
+def run(*command: str | Path, cwd: Path = REPO, **env: str) -> str:
+    """Standard output and error of a command that must succeed."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**os.environ, **env},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def install(folder: Path, package: str, *options: str, **env: str) -> Path:
+    """The Python of a new environment that has the package."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    constraints = {"PIP_CONSTRAINT": str(REPO / "constraints.txt")}
+    run(python, "-m", "pip", "install", "--quiet", *options, package, **constraints, **env)
+    return python
+
+
+def test_without_a_compiler_numpy_does_the_work_and_says_so(tmp_path: Path) -> None:
+    python = install(tmp_path / "venv", ".", CXX="/bin/false")
+    told = run(python, "-c", ONE_ROUND_TRIP_TWICE, cwd=tmp_path)
+    assert told.count("without its native kernels") == 1, told
+    assert "['reference']" in told
+
+
+@pytest.mark.skipif(
+    not SIMDE.exists() and "CI" not in os.environ,
+    reason="needs the SIMDe headers (Debian: libsimde-dev) to emulate AVX-512",
+)
+def test_avx512_kernels_give_the_same_bytes(tmp_path: Path) -> None:
+    python = install(tmp_path / "venv", ".[test]", "--config-settings=cmake.define.DELTASYNC_SIMDE=ON")
+    assert "'avx512'" in run(python, "-c", ONE_ROUND_TRIP_TWICE, cwd=tmp_path)
+    run(python, "-m", "pytest", "-q", "tests/property/test_kernels.py")
+
+
+def test_the_command_is_installed() -> None:
+    assert run(Path(sys.executable).parent / "deltasync", "--version").startswith("deltasync ")

@@ -1,0 +1,376 @@
+"""The native kernels against the reference: the same arrays, the same bytes, and the same errors."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from crafting import ChangesParts, encode_with, numbers
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from deltasync.errors import DeltasyncError, InvalidInputError
+from deltasync.format.dtypes import DTYPES, DType
+from deltasync.format.layout import Layout, TensorSpec
+from deltasync.format.weights import Region, Weights, whole_runs
+from deltasync.kernels.dispatch import Kernels, available, load
+from deltasync.testing import strategies
+from deltasync.testing.strategies import Look, Move, random_bits, random_change
+
+REFERENCE = load("reference")
+NATIVE = [load(name) for name in available() if name != "reference"]
+FLOATS = [d for d in DTYPES.values() if d.is_float]
+KINDS = {(d.width, d.exponent_shift, d.exponent_mask): d for d in DTYPES.values()}
+"""One element type for each that the kernels can tell apart."""
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason="the native kernels are not built")
+some = settings(max_examples=80, deadline=None)
+many = settings(max_examples=120, deadline=None)
+
+
+def plain(value: Any) -> Any:
+    """Arrays as type and bytes, so that == compares everything."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    return tuple(map(plain, value)) if isinstance(value, tuple) else value
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """The result, or the class and the rule of the error. Other errors than ours are not caught."""
+    try:
+        return plain(call())
+    except DeltasyncError as error:
+        return type(error).__name__, error.rule
+
+
+def copied(region: Region) -> Region:
+    return Region(region.dtype, tuple(a.copy() for a in region.arrays), region.runs, region.keys)
+
+
+def overwritten(k: Kernels, region: Region, positions: Any, values: Any) -> tuple[Any, ...]:
+    target = copied(region)
+    k.overwrite(target, positions, values)
+    return target.arrays
+
+
+def everything(k: Kernels, old: Region, new: Region) -> Iterator[tuple[str, Any]]:
+    """The results of all kernels on a pair of regions, by name."""
+    positions, values, stop = k.detect(old, new, 0, cell=1 << 20, enough=1 << 30)
+    yield "detect", (positions, values, stop)
+    absolute, data, lanes = k.encode_changes(old, positions, values)
+    yield "encode_changes", (absolute, data, lanes)
+    yield "decode_changes", k.decode_changes(old, data, absolute=absolute)
+    planes = k.encode_planes(new)
+    yield "encode_planes", planes
+    yield "decode_planes", k.decode_planes(planes, new.elements, new.dtype)
+    yield "digest", (k.digest(old), k.digest(new))
+    yield "digest_change", k.digest_change(old, positions, values)
+    yield "overwrite", overwritten(k, old, positions, values)
+
+
+def require_right(found: dict[str, Any], old: Region, new: Region) -> None:
+    """The reference itself: what it encodes it decodes, and its digests add up."""
+    positions, values, _ = found["detect"]
+    assert plain(found["decode_changes"]) == plain((positions, values, found["encode_changes"][2]))
+    assert plain(found["decode_planes"]) == plain(new.gather())
+    before, after = found["digest"]
+    gained = tuple((b - a) % 2**64 for a, b in zip(before, after, strict=True))
+    assert gained == found["digest_change"] == found["encode_changes"][2]
+    target = Region(old.dtype, found["overwrite"], old.runs, old.keys)
+    assert plain(target.gather()) == plain(new.gather())
+
+
+def require_same(old: Region, new: Region) -> None:
+    expected = dict(everything(REFERENCE, old, new))
+    require_right(expected, old, new)
+    for k in NATIVE:
+        for name, result in everything(k, old, new):
+            assert plain(result) == plain(expected[name]), (k.name, name)
+
+
+def regions(
+    dtype: DType, sizes: list[int], share: float, *, look: Look = "weights", move: Move = "ulp", offset: int = 0
+) -> tuple[Region, Region]:
+    """Old and new region of tensors of these sizes, without the first `offset` elements of each."""
+    rng = np.random.default_rng(len(sizes) * 1000 + sizes[0])
+    layout = Layout.of(TensorSpec(f"t{i}", dtype, (size + offset,)) for i, size in enumerate(sizes))
+    old = Weights(layout, tuple(random_bits(rng, dtype, t.elements, look) for t in layout.tensors))
+    new = Weights(layout, tuple(random_change(rng, dtype, a, share, move) for a in old.arrays))
+    runs = whole_runs(layout, range(len(sizes))) + np.array([0, offset, -offset])
+    return old.region(runs), new.region(runs)
+
+
+@some
+@given(st.data())
+def test_any_change_of_any_runs(data: st.DataObject) -> None:
+    old, new = data.draw(strategies.pairs())
+    runs = data.draw(strategies.run_tables(old.layout))
+    assume(len(runs))
+    require_same(old.region(runs), new.region(runs))
+
+
+@pytest.mark.parametrize("dtype", KINDS.values(), ids=lambda d: d.name)
+def test_every_tail(dtype: DType) -> None:
+    """Vectors have 64 elements and tiles 4096: what is left over is handled apart."""
+    for size in (*range(1, 66), 127, 128, 129, 4095, 4096, 4097, 8193):
+        require_same(*regions(dtype, [size], 0.2, offset=size % 5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("runs", [0, 2])
+def test_no_elements(dtype: DType, runs: int) -> None:
+    empty = np.empty(0, dtype.bits_dtype)
+    region = Region(dtype, (empty,), np.zeros((runs, 3), np.int64), np.zeros((runs, 3), np.uint64))
+    require_same(region, region)
+
+
+LARGE: dict[str, tuple[str, list[int], float, Look, Move]] = {
+    "weights, few changes": ("BF16", [200_000, 64, 3], 0.01, "weights", "ulp"),
+    "weights, many changes": ("BF16", [140_000], 0.4, "weights", "ulp"),
+    "weights, other values": ("BF16", [140_000], 0.3, "weights", "replace"),
+    "any bits, many changes": ("BF16", [70_001], 1.0, "uniform", "exponent"),
+    "constant, many changes": ("F16", [131_071, 1], 0.3, "constant", "sign"),
+    "just enough to sample elements": ("F16", [131_072], 0.01, "uniform", "special"),
+    "32 bits": ("F32", [100_000, 40_000], 0.3, "weights", "ulp"),
+    "32 bits, other values": ("F32", [40_000], 0.9, "uniform", "replace"),
+    "8 bits, few exponents": ("F8_E4M3", [150_000], 0.3, "weights", "ulp"),
+    "8 bits, more exponents": ("F8_E5M2", [4096 * 5 + 1, 4095], 0.5, "uniform", "replace"),
+    "integers of 8 bits": ("U8", [140_000], 0.5, "uniform", "replace"),
+    "integers of 16 bits": ("I16", [9_000], 0.5, "uniform", "ulp"),
+    "integers of 64 bits": ("I64", [9_000], 0.5, "uniform", "replace"),
+    "floats as integers": ("F64", [40_000], 0.9, "special", "special"),
+    "many small runs": ("BF16", [37] * 400, 0.05, "weights", "ulp"),
+}
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "share", "look", "move"), LARGE.values(), ids=LARGE.keys())
+def test_large_regions(dtype: str, sizes: list[int], share: float, look: Look, move: Move) -> None:
+    require_same(*regions(DTYPES[dtype], sizes, share, look=look, move=move, offset=3))
+
+
+@many
+@given(
+    st.sampled_from([DTYPES[n] for n in ("U8", "BF16", "F32", "I64")]),
+    st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    st.sampled_from(strategies.SHARES),
+    st.integers(1, 200),
+    st.integers(1, 100),
+    st.integers(0, 400),
+)
+def test_detect_stops_where_enough_is_found(
+    dtype: DType, sizes: list[int], share: float, cell: int, enough: int, start: int
+) -> None:
+    old, new = regions(dtype, sizes, share)
+    start = min(start, old.elements)
+    expected = plain(REFERENCE.detect(old, new, start, cell=cell, enough=enough))
+    for k in NATIVE:
+        assert plain(k.detect(old, new, start, cell=cell, enough=enough)) == expected, k.name
+
+
+def require_same_decoding(old: Region, data: bytes, *, absolute: bool) -> Any:
+    expected = outcome(lambda: REFERENCE.decode_changes(old, data, absolute=absolute))
+    for k in NATIVE:
+        assert outcome(lambda k=k: k.decode_changes(old, data, absolute=absolute)) == expected, k.name
+    return expected
+
+
+@many
+@given(st.data())
+def test_any_number_of_classes(data: st.DataObject) -> None:
+    """Readers take up to 16 classes, more than this writer ever makes."""
+    dtype = data.draw(st.sampled_from(FLOATS))
+    exponents = st.integers(1, dtype.exponent_mask)
+    thresholds = sorted(data.draw(st.sets(exponents, max_size=15)))
+    look, move = data.draw(st.sampled_from(strategies.LOOKS)), data.draw(st.sampled_from(strategies.MOVES))
+    sizes = data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=3))
+    old, new = regions(dtype, sizes, 0.3, look=look, move=move)
+    positions, values, _ = REFERENCE.detect(old, new, 0, cell=1 << 20, enough=1 << 30)
+    absolute, block = encode_with(thresholds, old, positions, values)
+    lanes = REFERENCE.digest_change(old, positions, values)
+    assert require_same_decoding(old, block, absolute=absolute) == plain((positions, values, lanes))
+
+
+Edit = tuple[str, int, int]
+edits = st.lists(
+    st.tuples(
+        st.sampled_from(("flip", "set", "insert", "delete", "cut", "append")),
+        st.one_of(st.integers(0, 40), st.integers(0, 5000)),
+        st.integers(0, 255),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def edited(block: bytes, changes: list[Edit]) -> bytes:
+    data = bytearray(block)
+    for what, place, byte in changes:
+        at = place % (len(data) + 1)
+        match what:
+            case "flip" if at < len(data):
+                data[at] ^= byte
+            case "set" if at < len(data):
+                data[at] = byte
+            case "delete":
+                del data[at : at + 1 + byte % 4]
+            case "cut":
+                del data[at:]
+            case "insert":
+                data.insert(at, byte)
+            case "append":
+                data.append(byte)
+    return bytes(data)
+
+
+@many
+@given(
+    st.sampled_from(list(DTYPES.values())),
+    st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    st.sampled_from(strategies.SHARES),
+    st.sampled_from(strategies.LOOKS),
+    st.sampled_from(strategies.MOVES),
+    st.booleans(),
+    edits,
+)
+def test_damaged_changes(
+    dtype: DType, sizes: list[int], share: float, look: Look, move: Move, swap: bool, changes: list[Edit]
+) -> None:
+    old, new = regions(dtype, sizes, share, look=look, move=move)
+    positions, values, _ = REFERENCE.detect(old, new, 0, cell=1 << 20, enough=1 << 30)
+    absolute, block, _ = REFERENCE.encode_changes(old, positions, values)
+    require_same_decoding(old, edited(block, changes), absolute=absolute != swap)
+
+
+@many
+@given(
+    st.sampled_from(list(DTYPES.values())),
+    st.integers(1, 600),
+    st.sampled_from(strategies.LOOKS),
+    st.integers(-1, 1),
+    edits,
+)
+def test_damaged_planes(dtype: DType, elements: int, look: Look, more: int, changes: list[Edit]) -> None:
+    old, _ = regions(dtype, [elements], 0, look=look)
+    block = edited(REFERENCE.encode_planes(old), changes)
+    claimed = elements + more
+    expected = outcome(lambda: REFERENCE.decode_planes(block, claimed, dtype))
+    for k in NATIVE:
+        assert outcome(lambda k=k: k.decode_planes(block, claimed, dtype)) == expected, k.name
+
+
+@many
+@given(st.data())
+def test_well_formed_nonsense(data: st.DataObject) -> None:
+    """Sequences that decode, of numbers that may make no sense: gaps past the end of a class, steps of any size."""
+    dtype = data.draw(st.sampled_from(list(DTYPES.values())))
+    old, _ = regions(dtype, data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=3)), 0, look="uniform")
+    classes = data.draw(st.integers(1, 16 if dtype.is_float else 1))
+    thresholds = data.draw(st.lists(st.integers(0, 255), min_size=classes - 1, max_size=classes - 1).map(sorted))
+    counts = data.draw(st.lists(st.integers(0, 12), min_size=classes, max_size=classes))
+    total = sum(counts)
+    gap = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(0, 2**24 - 1))
+    gaps = data.draw(st.lists(gap, min_size=total, max_size=total))
+    step = st.one_of(st.integers(0, 40), st.integers(0, 2 ** (8 * dtype.width) - 1))
+    steps = data.draw(st.lists(step, min_size=total, max_size=total))
+    parts = ChangesParts(bytes(thresholds), tuple(counts), numbers(gaps, counts), numbers(steps, counts), b"")
+    require_same_decoding(old, parts.build(), absolute=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_steps_of_every_size(dtype: DType) -> None:
+    bits = 8 * dtype.width
+    steps = sorted({n for k in range(bits) for n in (2**k - 1, 2**k, 2**k + 1) if n < 2**bits})
+    old, _ = regions(dtype, [len(steps)], 0, look="uniform")
+    sequences = numbers([0] * len(steps), [len(steps)]), numbers(steps, [len(steps)])
+    found = require_same_decoding(old, ChangesParts(b"", (len(steps),), *sequences, b"").build(), absolute=False)
+    if not dtype.is_float:
+        moves = (-(n // 2 + 1) if n % 2 else n // 2 + 1 for n in steps)
+        expected = [(int(a) + move) % 2**bits for a, move in zip(old.gather(), moves, strict=True)]
+        assert found[1] == plain(np.array(expected, dtype.bits_dtype))
+
+
+@pytest.mark.parametrize("symbols", [2, 16, 128, *range(224, 257, 2)])
+def test_planes_that_hardly_shrink(symbols: int) -> None:
+    """Somewhere here coding a plane stops to pay: both sides draw the line at the same place."""
+    bits = (np.arange(6000) % symbols).astype(np.uint8)
+    layout = Layout.of([TensorSpec("w", DTYPES["U8"], bits.shape)])
+    region = Weights(layout, (bits,)).region(whole_runs(layout, [0]))
+    expected = REFERENCE.encode_planes(region)
+    assert len(expected) <= len(bits) + 1
+    assert plain(REFERENCE.decode_planes(expected, len(bits), region.dtype)) == plain(bits)
+    for k in NATIVE:
+        assert k.encode_planes(region) == expected, k.name
+
+
+@pytest.mark.parametrize("dtype", KINDS.values(), ids=lambda d: d.name)
+def test_every_truncation(dtype: DType) -> None:
+    old, new = regions(dtype, [130, 7], 0.3)
+    positions, values, _ = REFERENCE.detect(old, new, 0, cell=1 << 20, enough=1 << 30)
+    absolute, block, _ = REFERENCE.encode_changes(old, positions, values)
+    for size in range(len(block)):
+        kind, _ = require_same_decoding(old, block[:size], absolute=absolute)
+        assert kind == "CorruptError"
+
+
+WRONG: dict[str, tuple[list[int], list[int], str]] = {
+    "fewer values": ([1, 2], [9], "changes.length"),
+    "one value for all": ([1, 2, 3], [9], "changes.length"),
+    "more values": ([1], [9, 9], "changes.length"),
+    "descending": ([2, 1], [9, 9], "changes.order"),
+    "twice": ([1, 1], [9, 9], "changes.order"),
+    "at the end": ([0, 100], [9, 9], "changes.order"),
+    "far away": ([2**32 - 1], [9], "changes.order"),
+}
+
+
+@pytest.mark.parametrize(("positions", "values", "rule"), WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize("k", [*NATIVE, REFERENCE], ids=lambda k: k.name)
+def test_wrong_calls(k: Kernels, positions: list[int], values: list[int], rule: str) -> None:
+    old, _ = regions(DTYPES["BF16"], [60, 40], 0, look="constant")
+    arguments = np.array(positions, np.uint32), np.array(values, np.uint16)
+    for call in (k.encode_changes, k.digest_change, k.overwrite):
+        target = copied(old)
+        with pytest.raises(InvalidInputError) as caught:
+            call(target, *arguments)
+        assert caught.value.rule == rule, call
+        assert plain(target.arrays) == plain(old.arrays), "nothing is written"
+
+
+@pytest.mark.parametrize("k", [*NATIVE, REFERENCE], ids=lambda k: k.name)
+def test_what_did_not_change_is_no_change(k: Kernels) -> None:
+    old, _ = regions(DTYPES["BF16"], [60, 40], 0)
+    positions = np.array([3, 70], np.uint32)
+    with pytest.raises(InvalidInputError) as caught:
+        k.encode_changes(old, positions, old.gather()[positions])
+    assert caught.value.rule == "changes.unchanged"
+
+
+@pytest.mark.parametrize("k", [*NATIVE, REFERENCE], ids=lambda k: k.name)
+def test_read_only_arrays_are_not_overwritten(k: Kernels) -> None:
+    old, _ = regions(DTYPES["BF16"], [60], 0)
+    old.arrays[0].flags.writeable = False
+    with pytest.raises(InvalidInputError):
+        k.overwrite(old, np.array([1], np.uint32), np.array([7], np.uint16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_any_single_change_changes_both_lanes(dtype: DType) -> None:
+    """Keys are odd."""
+    old, _ = regions(dtype, [1500], 0)
+    for bit in range(8 * dtype.width):
+        new = old.holding(old.gather())
+        new.arrays[0][1100] ^= dtype.bits_dtype.type(1 << bit)
+        for k in [*NATIVE, REFERENCE]:
+            assert all(a != b for a, b in zip(k.digest(old), k.digest(new), strict=True))
+
+
+def test_run_borders_do_not_matter() -> None:
+    """The digest of a region is that of its pieces together, wherever it is cut."""
+    old, _ = regions(DTYPES["BF16"], [5000], 0, offset=1000)
+    (array, offset, count), (lane0, lane1, index) = old.runs[0].tolist(), old.keys[0].tolist()
+    cuts = [0, 1, 23, 24, 1024, 3000, 4097, count]
+    runs = np.array([(array, offset + a, b - a) for a, b in pairwise(cuts)])
+    keys = np.array([(lane0, lane1, index + a) for a, _ in pairwise(cuts)], np.uint64)
+    for k in [*NATIVE, REFERENCE]:
+        assert k.digest(Region(old.dtype, old.arrays, runs, keys)) == REFERENCE.digest(old)

@@ -1,0 +1,351 @@
+"""States to blocks and back: exact, the same bytes however it is done, and digests that add up."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import safetensors_bytes, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deltasync
+from deltasync import blocks
+from deltasync.apply import overwrite
+from deltasync.detect import Changed
+from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError
+from deltasync.format import limits
+from deltasync.format.digest import StateDigest, layout_digest
+from deltasync.format.dtypes import DTYPES, DType
+from deltasync.format.layout import Layout, TensorSpec
+from deltasync.format.payload import Block
+from deltasync.format.weights import Runs, Weights, whole_runs
+from deltasync.kernels.dispatch import available, kernels
+from deltasync.testing import strategies
+from deltasync.testing.strategies import Look, Move, random_bits, random_change
+
+CODECS = ["exp/1", "coo/1"]
+some = settings(max_examples=60, deadline=None)
+
+NUMPY_TYPES: dict[str, Any] = {
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "BOOL": np.bool_,
+    **{n: f"<{n[0].lower()}{d.width}" for n, d in DTYPES.items() if n[1:].isdigit() and n != "BF16"},
+}
+
+
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """Limits so low that small states have many blocks."""
+    with mock.patch.multiple(limits, CELL_ELEMENTS=48, BLOCK_CHANGES_SOFT=20, PLANES_ELEMENTS=100):
+        yield
+
+
+def copied(weights: Weights) -> Weights:
+    return Weights(weights.layout, tuple(a.copy() for a in weights.arrays))
+
+
+def equal(a: Weights, b: Weights) -> bool:
+    return a.layout == b.layout and all(x.tobytes() == y.tobytes() for x, y in zip(a.arrays, b.arrays, strict=True))
+
+
+def plain(found: list[Block]) -> list[tuple[Any, ...]]:
+    return [(b.codec, b.runs.tolist(), b.changed, b.digest, b.data) for b in found]
+
+
+def changed_of(old: Weights, new: Weights, index_type: Any = np.int64) -> Changed:
+    """What an accelerator would report: nothing about tensors that did not change."""
+    found = {}
+    for spec, a, b in zip(old.layout.tensors, old.arrays, new.arrays, strict=True):
+        at = np.flatnonzero(a != b)
+        if len(at):
+            found[spec.name] = (at.astype(index_type), b[at])
+    return found
+
+
+def state_of(weights: Weights) -> dict[str, np.ndarray]:
+    return {
+        t.name: a.view(NUMPY_TYPES[t.dtype.name]).reshape(t.shape)
+        for t, a in zip(weights.layout.tensors, weights.arrays, strict=True)
+    }
+
+
+def state_pair(
+    dtype: str, elements: int, share: float, *, look: Look = "weights", move: Move = "replace"
+) -> tuple[Weights, Weights]:
+    """One tensor, before and after."""
+    rng = np.random.default_rng(elements)
+    layout = Layout.of([TensorSpec("w", DTYPES[dtype], (elements,))])
+    old = random_bits(rng, DTYPES[dtype], elements, look)
+    return Weights(layout, (old,)), Weights(layout, (random_change(rng, DTYPES[dtype], old, share, move),))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@some
+@given(strategies.pairs())
+def test_a_delta_gives_the_new_state(codec: str, pair: tuple[Weights, Weights]) -> None:
+    old, new = pair
+    with small_blocks():
+        found = blocks.encode_delta(old, new, codec=codec, threads=1)
+        staged, target = copied(old), copied(old)
+        for changes in blocks.decode(old, found, threads=1):
+            overwrite(staged, changes)
+        blocks.decode_into(target, old, found, threads=2)
+        again = copied(new)
+        blocks.decode_into(again, old, found, threads=1)
+    assert equal(staged, new)
+    assert equal(target, new)
+    assert equal(again, new), "overwriting twice does no harm"
+    assert sum((b.digest for b in found), blocks.digest(old)) == blocks.digest(new)
+    assert equal(old, new) == (not found)
+
+
+@some
+@given(strategies.weights(), st.sampled_from([1, 3]))
+def test_an_anchor_gives_the_state(state: Weights, threads: int) -> None:
+    with small_blocks():
+        found = list(blocks.encode_anchor(state, threads=threads))
+    target = Weights(state.layout, tuple(np.zeros_like(a) for a in state.arrays))
+    blocks.decode_into(target, state, found, relative=False, threads=1)
+    assert equal(target, state)
+    assert sum((b.digest for b in found), layout_digest(state.layout)) == blocks.digest(state)
+    assert sum(b.changed for b in found) == state.layout.elements
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@some
+@given(strategies.pairs(), st.sampled_from([np.int64, np.int32, np.uint32, np.uint64]))
+def test_known_changes_give_the_same_blocks(codec: str, pair: tuple[Weights, Weights], index_type: Any) -> None:
+    old, new = pair
+    with small_blocks():
+        detected = blocks.encode_delta(old, new, codec=codec, threads=1)
+        told = blocks.encode_changed(old, changed_of(old, new, index_type), codec=codec, threads=1)
+    assert plain(told) == plain(detected)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@settings(max_examples=20, deadline=None)
+@given(strategies.pairs())
+def test_threads_do_not_change_the_bytes(codec: str, pair: tuple[Weights, Weights]) -> None:
+    old, new = pair
+    with small_blocks():
+        found = [plain(blocks.encode_delta(old, new, codec=codec, threads=n)) for n in (1, 2, 5, 1)]
+    assert all(f == found[0] for f in found)
+
+
+@pytest.mark.skipif(available() == ["reference"], reason="takes long without the native kernels")
+@pytest.mark.parametrize("codec", CODECS)
+def test_states_longer_than_a_block(codec: str) -> None:
+    elements = limits.BLOCK_ELEMENTS_MAX
+    layout = Layout.of([TensorSpec("a", DTYPES["I8"], (elements - 5,)), TensorSpec("b", DTYPES["I8"], (3, 50))])
+    old = Weights(layout, tuple(np.zeros(t.elements, np.uint8) for t in layout.tensors))
+    new = copied(old)
+    new.arrays[0][[0, 7, elements // 2, elements - 6]] = 1
+    new.arrays[1][[4, 5, 149]] = 2
+    found = blocks.encode_delta(old, new, codec=codec)
+    assert len(found) == 2
+    assert plain(blocks.encode_changed(old, changed_of(old, new), codec=codec)) == plain(found)
+    target = copied(old)
+    blocks.decode_into(target, old, found)
+    assert equal(target, new)
+    assert sum((b.digest for b in found), blocks.digest(old)) == blocks.digest(new)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@some
+@given(strategies.pairs())
+def test_one_shot(codec: str, pair: tuple[Weights, Weights]) -> None:
+    old, new = map(state_of, pair)
+    delta = deltasync.diff(old, new, codec=codec, threads=1)
+    assert same_bits(deltasync.apply(old, delta, threads=1), new)
+    assert deltasync.inspect(delta).digest == deltasync.state_digest(new)
+    if same_bits(old, new):
+        return
+    with pytest.raises(MismatchError) as caught:
+        deltasync.apply(new, delta, threads=1)
+    assert caught.value.rule == "payload.parent"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_wrong_parent_is_refused_before_anything_is_written(tmp_path: Path, codec: str) -> None:
+    old, new = map(state_of, state_pair("BF16", 1000, 0.1))
+    delta = deltasync.diff(old, new, codec=codec)
+    wrong = {"w": old["w"].copy()}
+    wrong["w"].view(np.uint16)[999] ^= 1
+    checkpoint = tmp_path / "wrong.safetensors"
+    checkpoint.write_bytes(safetensors_bytes(wrong))
+    kept = checkpoint.read_bytes()
+    with pytest.raises(MismatchError) as caught:
+        deltasync.apply(checkpoint, delta, out=tmp_path / "out.safetensors")
+    assert caught.value.rule == "payload.parent"
+    assert [p.name for p in tmp_path.iterdir()] == ["wrong.safetensors"]
+    assert checkpoint.read_bytes() == kept
+
+
+ARRAYS: dict[str, Any] = {
+    "not aligned": np.frombuffer(b"x" + np.arange(50, dtype="<f4").tobytes(), "<f4", 50, 1),
+    "every third": np.arange(150, dtype="<f4")[::3],
+    "backwards": np.arange(50, dtype="<f4")[::-1],
+    "transposed": np.arange(60, dtype="<f4").reshape(5, 12).T,
+    "the same everywhere": np.broadcast_to(np.float32(7), (5, 10)),
+    "zero dimensions": np.array(3, "<f4"),
+    "nothing": np.empty((0, 7), "<f4"),
+}
+
+
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS.keys())
+def test_arrays_of_any_kind(array: np.ndarray) -> None:
+    old, new = {"x": array}, {"x": np.array(array + np.float32(1))}
+    assert same_bits(deltasync.apply(old, deltasync.diff(old, new)), new)
+    assert same_bits(deltasync.apply(new, deltasync.diff(new, old)), old)
+
+
+def shard_runs(shape: tuple[int, int], cuts: tuple[int, ...], *, by: str) -> list[Runs]:
+    """A matrix in shards, cut between rows, between columns (a piece of every row), or anywhere."""
+    rows, columns = shape
+    total = {"rows": rows, "columns": columns, "anywhere": rows * columns}[by]
+    edges = sorted({0, total, *(c % total for c in cuts)})
+    spans = list(pairwise(edges))
+    if by == "columns":
+        return [np.array([(0, r * columns + a, b - a) for r in range(rows)]) for a, b in spans]
+    step = columns if by == "rows" else 1
+    return [np.array([(0, a * step, (b - a) * step)]) for a, b in spans]
+
+
+@pytest.mark.parametrize("by", ["rows", "columns", "anywhere"])
+@some
+@given(
+    strategies.dtypes(),
+    st.tuples(st.integers(1, 40), st.integers(1, 60)),
+    st.lists(st.integers(0, 2400), max_size=4).map(tuple),
+    st.integers(0, 2**32 - 1),
+)
+def test_digests_of_shards_add_up(
+    by: str, dtype: DType, shape: tuple[int, int], cuts: tuple[int, ...], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    layout = Layout.of([TensorSpec("w", dtype, shape)])
+    state = Weights(layout, (random_bits(rng, dtype, shape[0] * shape[1], "uniform"),))
+    shards = shard_runs(shape, cuts, by=by)
+    partial = [StateDigest(*kernels().digest(state.region(runs))) for runs in shards]
+    assert sum(partial, layout_digest(layout)) == blocks.digest(state, threads=1)
+
+
+@some
+@given(strategies.weights())
+def test_the_digest_does_not_depend_on_threads_or_blocks(state: Weights) -> None:
+    whole = blocks.digest(state, threads=1)
+    with small_blocks():
+        assert blocks.digest(state, threads=1) == whole
+        assert blocks.digest(state, threads=3) == whole
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_any_two_flipped_bits_change_the_digest(dtype: DType) -> None:
+    layout = Layout.of([TensorSpec("w", dtype, (3000,))])
+    old = Weights(layout, (random_bits(np.random.default_rng(0), dtype, 3000, "uniform"),))
+    for bit in range(8 * dtype.width):
+        for places in ([3, 4], [3, 1500], [0, 1024], [1023, 2999]):
+            new = copied(old)
+            new.arrays[0][places] ^= dtype.bits_dtype.type(1 << bit)
+            assert blocks.digest(old, threads=1) != blocks.digest(new, threads=1), (bit, places)
+
+
+def test_equal_bits_elsewhere_have_another_digest() -> None:
+    """Names, types, shapes and places all count."""
+    zeros = {"a": np.zeros(6, np.float32), "b": np.zeros(6, np.float32)}
+    one = np.array([1, 0, 0, 0, 0, 0], np.float32)
+    states = [
+        zeros,
+        {"a": one, "b": zeros["b"]},
+        {"a": zeros["a"], "b": one},
+        {"a": one[::-1], "b": zeros["b"]},
+        {"a": one.view(np.int32), "b": zeros["b"]},
+        {"a": one.reshape(2, 3), "b": zeros["b"]},
+        {"a": one, "c": zeros["b"]},
+    ]
+    assert len({deltasync.state_digest(s) for s in states}) == len(states)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3", "I8"])
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.25, 0.6, 1.0])
+@pytest.mark.parametrize("move", ["replace", "special", "ulp"])
+def test_no_density_loses_to_sending_the_weights(dtype: str, share: float, move: Move) -> None:
+    old, new = state_pair(dtype, 40_000, share, move=move)
+    delta = sum(len(b.data) for b in blocks.encode_delta(old, new, threads=1))
+    dense = sum(len(b.data) for b in blocks.encode_anchor(new, threads=1))
+    assert delta <= 1.005 * dense
+
+
+WRONG_CHANGES: dict[str, tuple[str, Any, Any, str]] = {
+    "no such tensor": ("v", [1], np.array([9], np.uint16), "changes.name"),
+    "another type": ("w", [1], np.array([9], np.uint32), "changes.length"),
+    "more values": ("w", [1], np.array([9, 9], np.uint16), "changes.length"),
+    "a matrix": ("w", [[1]], np.array([[9]], np.uint16), "changes.length"),
+    "negative": ("w", [-1], np.array([9], np.uint16), "changes.order"),
+    "past the end": ("w", [1000], np.array([9], np.uint16), "changes.order"),
+    "descending": ("w", [5, 4], np.array([9, 9], np.uint16), "changes.order"),
+    "twice": ("w", [5, 5], np.array([9, 9], np.uint16), "changes.order"),
+    "not changed": ("w", [3], np.array([0], np.uint16), "changes.unchanged"),
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("name", "indices", "values", "rule"), WRONG_CHANGES.values(), ids=WRONG_CHANGES.keys())
+def test_wrong_changes_are_refused(codec: str, name: str, indices: Any, values: Any, rule: str) -> None:
+    layout = Layout.of([TensorSpec("w", DTYPES["BF16"], (1000,))])
+    old = Weights(layout, (np.zeros(1000, np.uint16),))
+    with pytest.raises(InvalidInputError) as caught:
+        blocks.encode_changed(old, {name: (np.array(indices), values)}, codec=codec)
+    assert caught.value.rule == rule
+    assert rule not in ("changes.order", "changes.length") or "w: BF16[1000]" in caught.value.message
+
+
+def one_block(codec: str) -> tuple[Weights, Block]:
+    old, new = state_pair("BF16", 300, 0.1, move="ulp")
+    [found] = blocks.encode_delta(old, new, codec="coo/1" if codec == "coo/1" else "exp/1")
+    return old, found
+
+
+def altered(block: Block, **fields: Any) -> Block:
+    names = ("codec", "runs", "changed", "digest", "data")
+    return Block(**{name: fields.get(name, getattr(block, name)) for name in names})
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_blocks_that_do_not_add_up_are_refused(codec: str) -> None:
+    old, found = one_block(codec)
+    with pytest.raises(MismatchError) as mismatch:
+        list(blocks.decode(old, [altered(found, digest=found.digest + StateDigest(1, 0))]))
+    assert mismatch.value.rule == "block.digest"
+    with pytest.raises(CorruptError) as corrupt:
+        list(blocks.decode(old, [altered(found, changed=found.changed - 1)]))
+    assert corrupt.value.rule == ("coo.size" if codec == "coo/1" else "block.changed")
+    for rule, relative, wrong in (("block.codec", True, "exp/9"), ("anchor.codec", False, codec)):
+        with pytest.raises(FormatError) as unknown:
+            list(blocks.decode(old, [altered(found, codec=wrong)], relative=relative))
+        assert unknown.value.rule == rule
+
+
+@pytest.mark.parametrize(("place", "bad"), [(0, -1), (-1, 300), (1, 0), (0, 2**31 - 1)])
+def test_bad_plain_indices_are_refused(place: int, bad: int) -> None:
+    old, found = one_block("coo/1")
+    indices = np.frombuffer(found.data, "<i4", found.changed).copy()
+    indices[place] = bad
+    data = indices.tobytes() + found.data[4 * found.changed :]
+    with pytest.raises(CorruptError) as caught:
+        list(blocks.decode(old, [altered(found, data=data)]))
+    assert caught.value.rule == "coo.indices"
+
+
+def test_whole_runs_leave_out_empty_tensors() -> None:
+    layout = Layout.of(TensorSpec(n, DTYPES["U8"], shape) for n, shape in (("a", (0, 3)), ("b", ()), ("c", (2, 2))))
+    assert whole_runs(layout, range(3)).tolist() == [[1, 0, 1], [2, 0, 4]]

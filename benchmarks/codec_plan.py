@@ -1,0 +1,102 @@
+"""What one run of the codec benchmark covers: sizes, repeats and data sets; what a section hands back."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+
+from benchmarks.data import smol, synthetic
+from benchmarks.data.pair import Pair
+from benchmarks.data.synthetic import QWEN3_0_6B, SMALL, TINY, Shape
+from benchmarks.report import Row, say
+
+THREADS = 2
+MODEL_DENSITY = 0.01
+FP8_DENSITY = 0.01
+
+# What a data set stands for.
+REAL = "real training steps"
+MODEL = "synthetic model at 1 %"
+DENSITY = "other densities"
+ELEMENT_TYPE = "other types"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How large a run is. Densities other than that of `model` use the smaller shape, to save time."""
+
+    quick: bool = False
+    model: Shape = QWEN3_0_6B
+    small: Shape = SMALL
+    real_steps: int = 2  # of each learning rate
+    densities: tuple[float, ...] = (0.0001, 0.05, 0.25, 0.6)
+    repeats: int = 7
+    file_repeats: int = 3
+
+
+FULL = Plan()
+QUICK = Plan(quick=True, model=SMALL, small=TINY, real_steps=1, repeats=2, file_repeats=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One claim of the project, and whether this run bears it out."""
+
+    claim: str
+    wanted: str
+    measured: float
+    met: bool
+
+    def row(self) -> Row:
+        """Give a row of the table of targets."""
+        return {"claim": self.claim, "target": self.wanted, "measured": self.measured, "met": self.met}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What one part of the benchmark found: tables by title, and its targets."""
+
+    tables: dict[str, list[Row]] = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
+
+
+def at_most(claim: str, measured: float, limit: float, *, unit: str = "") -> Target:
+    """Make a target that is met by `limit` or less."""
+    return Target(claim, f"<= {limit:,.4g}{unit}", measured, measured <= limit)
+
+
+def at_least(claim: str, measured: float, limit: float) -> Target:
+    """Make a target that is met by `limit` or more."""
+    return Target(claim, f">= {limit:,.4g}", measured, measured >= limit)
+
+
+@cache
+def model_pair(shape: Shape) -> Pair:
+    """Make the pair that speed and files are measured on, once in a run."""
+    say(f"making the synthetic pair at {MODEL_DENSITY:.0%}")
+    return synthetic.bf16_pair(MODEL_DENSITY, shape=shape, threads=THREADS)
+
+
+def data_sets(plan: Plan) -> Iterator[tuple[str, Pair]]:
+    """Yield what each data set stands for, and its pair, one at a time."""
+    yield from _real_pairs(plan)
+    yield MODEL, model_pair(plan.model)
+    for density in plan.densities:
+        yield DENSITY, synthetic.bf16_pair(density, shape=plan.small, threads=THREADS)
+    yield ELEMENT_TYPE, synthetic.fp8_pair(FP8_DENSITY, shape=plan.small, threads=THREADS)
+    yield ELEMENT_TYPE, synthetic.fp32_pair(shape=plan.small, threads=THREADS)
+
+
+def _real_pairs(plan: Plan) -> Iterator[tuple[str, Pair]]:
+    try:
+        folder = smol.generate(log=say)
+    except ModuleNotFoundError as error:
+        if not plan.quick:
+            raise
+        say(f"SmolLM2 is left out: the package {error.name or error} is missing")
+        return
+    rates = smol.Plan().learning_rates
+    for rate in rates:
+        for pair in islice(smol.load_pairs(folder, rate), plan.real_steps):
+            yield REAL, pair
+    yield ELEMENT_TYPE, smol.load_fp32_pair(folder, rates[0])

@@ -1,0 +1,130 @@
+"""The stages that are timed: each a function of the number of threads, on data that is there before the clock runs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.data.pair import Pair
+from benchmarks.report import say
+from benchmarks.states import States, copy_of, last_tensors, restore, states_of
+from deltasync import blocks
+from deltasync.apply import overwrite
+from deltasync.codecs import coo, exp
+from deltasync.detect import detect, stretches
+from deltasync.format.changes import Changes
+from deltasync.format.payload import Block
+from deltasync.format.weights import Weights
+
+DETECT_ENCODE = "detect + encode"
+DECODE_APPLY = "decode all, then apply in place"
+DECODE_INTO = "decode + apply block by block, to a copy"
+TORCH = "torch.ne + nonzero + zstd-1"
+ANCHOR_BYTES = 150_000_000  # of weights that the stages of an anchor pass over: they take long
+
+Group = tuple[str, list["Stage"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage: it passes over a model of `nbytes`, and cannot but read `arrays` of that size."""
+
+    name: str
+    run: Callable[[int], object]
+    nbytes: int
+    arrays: int = 1
+    prepare: Callable[[], object] | None = None
+
+
+def groups(pair: Pair) -> Iterator[Group]:
+    """Yield the stages in groups that are timed together; what a group holds is dropped before the next."""
+    states = states_of(pair)
+    yield "detect and encode", [*_encode_stages(states), *_torch_stage(pair)]
+    yield "decode and apply", _decode_stages(states)
+    yield "coo/1", _coo_stages(states)
+    yield "digest and anchor", [_digest_stage(states.old), *_anchor_stages(states.new)]
+
+
+def _encode_stages(states: States) -> list[Stage]:
+    old, new = states.old, states.new
+    pieces = stretches(old.layout)
+    found = [changes for piece in pieces for changes in detect(old, new, piece)]
+    nbytes = old.layout.nbytes
+    return [
+        Stage("detect", lambda n: list(blocks.each(lambda p: list(detect(old, new, p)), pieces, threads=n)), nbytes, 2),
+        Stage("encode", lambda n: list(blocks.each(lambda c: exp.encode(old, c), found, threads=n)), nbytes),
+        Stage(DETECT_ENCODE, lambda n: blocks.encode_delta(old, new, threads=n), nbytes, 2),
+    ]
+
+
+def _torch_stage(pair: Pair) -> list[Stage]:
+    try:
+        from benchmarks.torch_baseline import encode_pair
+    except ModuleNotFoundError as error:
+        say(f"speed: {TORCH} is left out: the package {error.name} is missing")
+        return []
+    return [Stage(TORCH, lambda n: encode_pair(pair, threads=n), pair.nbytes, 2)]
+
+
+def _decode_stages(states: States) -> list[Stage]:
+    old = states.old
+    delta = blocks.encode_delta(old, states.new)
+    found = list(blocks.decode(old, delta))
+    target = copy_of(old)
+    nbytes = old.layout.nbytes
+    reset = partial(restore, target, old)
+    return [
+        Stage("decode", lambda n: list(blocks.decode(old, delta, threads=n)), nbytes),
+        Stage("apply", lambda n: _overwrite_all(target, found, n), nbytes, prepare=reset),
+        Stage(DECODE_APPLY, lambda n: _decode_then_apply(target, delta, n), nbytes, prepare=reset),
+        Stage(DECODE_INTO, lambda n: blocks.decode_into(target, old, delta, threads=n), nbytes, prepare=reset),
+    ]
+
+
+def _coo_stages(states: States) -> list[Stage]:
+    old, new = states.old, states.new
+    delta = blocks.encode_delta(old, new, codec=coo.COO)
+    target = copy_of(old)
+    nbytes = old.layout.nbytes
+    return [
+        Stage(
+            "coo/1 detect + encode",
+            lambda n: blocks.encode_delta(old, new, codec=coo.COO, threads=n),
+            nbytes,
+            2,
+        ),
+        Stage(
+            "coo/1 decode all, then apply in place",
+            lambda n: _decode_then_apply(target, delta, n),
+            nbytes,
+            prepare=partial(restore, target, old),
+        ),
+    ]
+
+
+def _digest_stage(weights: Weights) -> Stage:
+    return Stage("state digest", lambda n: blocks.digest(weights, threads=n), weights.layout.nbytes)
+
+
+def _anchor_stages(weights: Weights) -> list[Stage]:
+    part = last_tensors(weights, nbytes=ANCHOR_BYTES)
+    anchor = list(blocks.encode_anchor(part))
+    nbytes = part.layout.nbytes
+    label = f"(on {nbytes / 1e6:.0f} MB)"
+    return [
+        Stage(f"planes/1 anchor encode {label}", lambda n: list(blocks.encode_anchor(part, threads=n)), nbytes),
+        Stage(
+            f"planes/1 anchor decode {label}",
+            lambda n: list(blocks.decode(part, anchor, relative=False, threads=n)),
+            nbytes,
+        ),
+    ]
+
+
+def _overwrite_all(target: Weights, found: list[Changes], threads: int) -> None:
+    for _ in blocks.each(lambda changes: overwrite(target, changes), found, threads=threads):
+        pass
+
+
+def _decode_then_apply(target: Weights, delta: list[Block], threads: int) -> None:
+    """Do what a replica does: nothing is written before everything is decoded and verified."""
+    _overwrite_all(target, list(blocks.decode(target, delta, threads=threads)), threads)

@@ -148,16 +148,20 @@ def each(
 def _encode(
     old: Weights, source: Source, codec: str, threads: int | None, on_progress: OnProgress | None
 ) -> list[Block]:
+    encode: Callable[[Weights, Source, Runs], list[Block]]
     if codec == exp.EXP:
-        pieces = stretches(old.layout)
-        work = lambda runs: [_smallest(old, changes) for changes in source(runs)]  # noqa: E731
+        encode, pieces = _exp, stretches(old.layout)
     elif codec == coo.COO:
+        encode = _coo
         pieces = [whole_runs(old.layout, [t]) for t, spec in enumerate(old.layout.tensors) if spec.elements]
-        work = lambda runs: _coo(old, source, runs)  # noqa: E731
     else:
         raise InvalidInputError(f"no codec {codec!r} for a delta", hint=f"use {exp.EXP} or {coo.COO}")
-    found = each(work, pieces, threads=threads, on_done=_counter(on_progress))
+    found = each(lambda runs: encode(old, source, runs), pieces, threads=threads, on_done=_counter(on_progress))
     return [block for blocks in found for block in blocks]
+
+
+def _exp(old: Weights, source: Source, runs: Runs) -> list[Block]:
+    return [_smallest(old, changes) for changes in source(runs)]
 
 
 def _smallest(old: Weights, changes: Changes) -> Block:
@@ -188,11 +192,11 @@ def _decode_block(old: Weights, block: Block, *, relative: bool) -> list[Changes
     else:
         raise FormatError(f"codec {block.codec!r} is not known", rule="block.codec", hint="upgrade deltasync")
     if gained != block.digest:
-        raise MismatchError(
-            f"a block gives {gained.hex} where {block.digest.hex} was promised",
-            rule="block.digest",
-            hint="the old weights are not the ones that this delta was made against",
-        )
+        told = f"a block gives {gained.hex} where {block.digest.hex} was promised"
+        if not relative:
+            raise CorruptError(told, rule="block.digest")
+        hint = "the old weights are not the ones that this delta was made against"
+        raise MismatchError(told, rule="block.digest", hint=hint)
     count = sum(len(p.values) for p in parts)
     if block.codec != planes.PLANES and count != block.changed:
         raise CorruptError(f"{count} changes where {block.changed} were promised", rule="block.changed")

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "changes.hpp"
+#include "detect.hpp"
 #include "planes.hpp"
 
 namespace nb = nanobind;
@@ -71,22 +72,6 @@ public:
         }
     }
 
-    // The runs that cover positions begin to end.
-    std::vector<Run> slice(const Kind& kind, u64 begin, u64 end) const {
-        std::vector<Run> part;
-        u64 first = 0;
-        for (const Run& run : runs_) {
-            u64 lo = std::max(first, begin), hi = std::min(first + run.count, end);
-            if (lo < hi)
-                part.push_back({run.bits + (lo - first) * static_cast<u64>(kind.width),
-                                hi - lo,
-                                {run.seed[0], run.seed[1]},
-                                run.index + lo - first});
-            first += run.count;
-        }
-        return part;
-    }
-
     bool same_shape(const Region& other) const {
         return std::equal(runs_.begin(), runs_.end(), other.runs_.begin(), other.runs_.end(),
                           [](const Run& a, const Run& b) { return a.count == b.count; });
@@ -123,30 +108,12 @@ nb::tuple py_detect(const std::string& isa, Kind kind, const Region& before, con
     const Isa& chosen = isa_named(isa);
     if (!before.same_shape(after)) throw nb::value_error("the two regions have different runs");
     if (start > before.elements() || cell == 0) throw nb::value_error("no such stretch");
-    std::vector<u32> positions;
-    Bytes values;
-    u64 at = start;
+    Detected found;
     {
         nb::gil_scoped_release release;
-        // Room for the worst case is kept from call to call: fresh pages would cost more than the comparison.
-        thread_local std::vector<u32> found;
-        thread_local Bytes bits;
-        u64 most = std::min(cell, before.elements()) + kSlack, width = static_cast<u64>(kind.width);
-        if (found.size() < most) found.resize(most);
-        if (bits.size() < most * width) bits.resize(most * width);
-        while (at < before.elements() && positions.size() < enough) {
-            u64 end = std::min(at + cell, before.elements());
-            std::vector<Run> old = before.slice(kind, at, end), fresh = after.slice(kind, at, end);
-            u64 count = chosen.detect(kind.width, {old.data(), old.size(), end - at},
-                                      {fresh.data(), fresh.size(), end - at}, found.data(), bits.data());
-            u64 had = positions.size();
-            positions.insert(positions.end(), found.data(), found.data() + count);
-            for (u64 i = had; i < positions.size(); ++i) positions[i] += static_cast<u32>(at - start);
-            values.insert(values.end(), bits.data(), bits.data() + count * width);
-            at = end;
-        }
+        found = detect(chosen, kind, before.runs(), after.runs(), start, cell, enough);
     }
-    return nb::make_tuple(to_numpy(std::move(positions)), to_numpy(std::move(values)), at);
+    return nb::make_tuple(to_numpy(std::move(found.positions)), to_numpy(std::move(found.values)), found.stop);
 }
 
 nb::tuple py_encode_changes(const std::string& isa, Kind kind, const Region& before, Positions positions,

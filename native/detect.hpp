@@ -1,0 +1,17 @@
+// Which elements changed, up to a cell where enough of them are found.
+#pragma once
+
+#include "isa.hpp"
+
+namespace deltasync {
+
+struct Detected {
+    std::vector<u32> positions;  // counted from `start`
+    Bytes values;
+    u64 stop;
+};
+
+// The two have runs of the same lengths. Stops at a multiple of `cell` from `start`, or at the end.
+Detected detect(const Isa&, const Kind&, const Runs& before, const Runs& after, u64 start, u64 cell, u64 enough);
+
+}  // namespace deltasync

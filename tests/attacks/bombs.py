@@ -46,11 +46,12 @@ def empty_delta(layout: Layout) -> bytes:
     return write_payload(PayloadHeader("delta", layout, StateDigest.ZERO, StateDigest.ZERO), [])
 
 
-def with_index(text: bytes) -> bytes:
-    """A payload whose index is this text, compressed."""
+def with_index(*texts: bytes) -> bytes:
+    """A payload whose index is these texts one after another, compressed."""
 
     def change(p: Pieces) -> None:
-        p.index_bytes = zlib.compress(text, 9)
+        deflater = zlib.compressobj(1)
+        p.index_bytes = b"".join(map(deflater.compress, texts)) + deflater.flush()
 
     return mutated(empty_delta(Layout.of([])), change)
 
@@ -127,7 +128,7 @@ def all_changed() -> bytes:
 
 BOMBS: dict[str, Bomb] = {
     "index-of-spaces": Bomb(
-        lambda path: path.write_bytes(with_index(b" " * (limits.INDEX_BYTES_MAX + 1))), "corrupt", "index.size", 250
+        lambda path: path.write_bytes(with_index(*[b" " * limits.INDEX_BYTES_MAX] * 6)), "corrupt", "index.size", 250
     ),
     "index-of-too-many-values": Bomb(index_of(b"0," * limits.JSON_VALUES_MAX + b"0"), "corrupt", "index.json", 250),
     "index-of-many-lists": Bomb(

@@ -73,7 +73,7 @@ def broken(parts: ChangesParts) -> Iterator[bytes]:
     yield parts.with_gaps(words=parts.gaps.words + b"12", word_count=parts.gaps.word_count + 1)
     yield parts.with_gaps(states=bytes(len(parts.gaps.states)))
     yield parts.with_gaps(tables=tuple(t + b"\0" for t in parts.gaps.tables))
-    yield parts.with_gaps(tables=tuple(bytes(57) for _ in parts.gaps.tables))
+    yield parts.with_gaps(tables=tuple(bytes(100) for _ in parts.gaps.tables))
     yield parts.with_gaps(lanes_log2=6)
 
 

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from deltasync.errors import DeltasyncError, InvalidInputError
+from deltasync.format import limits
 from deltasync.format.dtypes import DTYPES, DType
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Region, Weights, whole_runs
@@ -269,7 +270,7 @@ def test_well_formed_nonsense(data: st.DataObject) -> None:
     thresholds = data.draw(st.lists(st.integers(0, 255), min_size=classes - 1, max_size=classes - 1).map(sorted))
     counts = data.draw(st.lists(st.integers(0, 12), min_size=classes, max_size=classes))
     total = sum(counts)
-    gap = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(0, 2**24 - 1))
+    gap = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(0, 2 * limits.BLOCK_ELEMENTS_MAX))
     gaps = data.draw(st.lists(gap, min_size=total, max_size=total))
     step = st.one_of(st.integers(0, 40), st.integers(0, 2 ** (8 * dtype.width) - 1))
     steps = data.draw(st.lists(step, min_size=total, max_size=total))

@@ -247,7 +247,7 @@ ATTACKS: dict[str, Attack] = {
     "sha256-wrong": Attack(block_field("sha256", "0" * 64), "corrupt", "block.sha256", "apply"),
     "block-damaged": Attack(DELTA[:-1] + bytes((DELTA[-1] ^ 1,)), "corrupt", "block.sha256", "apply"),
     "made-against-another-state": Attack(other_parent(), "mismatch", "payload.parent", "apply"),
-    "anchor-of-others": Attack(anchor_of_others(), "mismatch", "block.digest", "apply"),
+    "anchor-of-others": Attack(anchor_of_others(), "corrupt", "block.digest", "apply"),
     "changed-not-as-told": Attack(
         mutated(DELTA, lambda p: (p.index["blocks"][1].update(changed=96), p.metadata.update(changed=TOLD))),
         "corrupt",

@@ -1,5 +1,6 @@
 """The native kernels against the reference: the same arrays, the same bytes, and the same errors."""
 
+import os
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -25,6 +26,8 @@ FLOATS = [d for d in DTYPES.values() if d.is_float]
 KINDS = {(d.width, d.exponent_shift, d.exponent_mask): d for d in DTYPES.values()}
 """One element type for each that the kernels can tell apart."""
 
+# In CI a build without them is a failure, not a reason to skip.
+assert NATIVE or "CI" not in os.environ, "CI must build the native kernels"
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native kernels are not built")
 some = settings(max_examples=80, deadline=None)
 many = settings(max_examples=120, deadline=None)

@@ -108,6 +108,14 @@ def anchor_payload() -> bytes:
     return write_payload(PayloadHeader("anchor", LAYOUT, None, digest), blocks)
 
 
+def shard_payload() -> bytes:
+    """A part of that anchor."""
+    digest = layout_digest(LAYOUT) + StateDigest(2, 2)
+    return write_payload(
+        PayloadHeader("shard", LAYOUT, None, digest), [block("planes/1", [[1, 0, 40]], 40, (2, 2), b"yy")]
+    )
+
+
 def coo_payload() -> bytes:
     """A `coo/1` delta of two tensors."""
     blocks = [

@@ -3,12 +3,7 @@
 Stretches and blocks do not overlap, so that threads never meet; the kernels release the GIL.
 """
 
-import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
-from typing import TypeVar
 
 from deltasync.apply import overwrite
 from deltasync.codecs import coo, exp, planes
@@ -20,14 +15,12 @@ from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.payload import Block
 from deltasync.format.weights import Runs, Weights, whole_runs
 from deltasync.kernels.dispatch import kernels
+from deltasync.parallel import each
 
 OnProgress = Callable[[int], None]
 """Called with the number of elements that were just done."""
 
 Source = Callable[[Runs], Iterator[Changes]]
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 def encode_delta(
@@ -115,34 +108,6 @@ def digest(weights: Weights, *, threads: int | None = None, on_progress: OnProgr
         lambda runs: kernels().digest(weights.region(runs)), pieces, threads=threads, on_done=_counter(on_progress)
     )
     return sum((StateDigest(*pair) for pair in lanes), layout_digest(weights.layout))
-
-
-def each(
-    work: Callable[[T], R],
-    items: Iterable[T],
-    *,
-    threads: int | None = None,
-    on_done: Callable[[T], None] | None = None,
-) -> Iterator[R]:
-    """Results of `work` in the order of `items`; never more than two of them for each thread are under way."""
-    workers = os.cpu_count() if threads is None else threads
-    if workers is None or workers < 1:
-        raise InvalidInputError(f"threads must be at least 1, not {workers}")
-    source = iter(items)
-    with ThreadPoolExecutor(workers, thread_name_prefix="deltasync") as pool:
-        waiting: deque[tuple[T, Future[R]]] = deque()
-        try:
-            waiting.extend((item, pool.submit(work, item)) for item in islice(source, 2 * workers))
-            while waiting:
-                item, future = waiting.popleft()
-                result = future.result()
-                waiting.extend((following, pool.submit(work, following)) for following in islice(source, 1))
-                if on_done is not None:
-                    on_done(item)
-                yield result
-        finally:
-            for _, future in waiting:
-                future.cancel()
 
 
 def _encode(

@@ -2,15 +2,15 @@
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deltasync.errors import CorruptError, FormatError, InvalidInputError, NotFoundError
-from deltasync.files import copy_file, reader, sync_file, sync_folder, temporary_beside
+from deltasync.errors import CorruptError, FormatError, NotFoundError
+from deltasync.files import reader
 from deltasync.format import limits
 from deltasync.format.layout import Layout
 from deltasync.format.safetensors import Entry, Header, read_header
@@ -19,8 +19,6 @@ from deltasync.format.weights import Bits, Weights
 
 WHOLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-
-_OTHER_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,46 +49,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if is_folder:
         _check_index(root, files)
     _check_duplicates(files)
-    return Checkpoint(root, is_folder, files, _map(files, writable=False).weights)
-
-
-def write_checkpoint_like(checkpoint: Checkpoint, out: str | os.PathLike[str], fill: Callable[[Weights], None]) -> None:
-    """A copy of `checkpoint` at `out` whose weights `fill` overwrites in place, before anybody can see it.
-
-    `out` appears whole or not at all. Everything else in the folder (configuration, tokenizer) is copied too, but not
-    weights that the checkpoint does not consist of, such as the same model in another format: they would be stale.
-    """
-    target = Path(os.path.abspath(out))
-    _require_free(checkpoint, target)
-    with temporary_beside(target) as temporary:
-        if checkpoint.is_folder:
-            _copy_folder(checkpoint, temporary)
-            copies = [temporary / f.path.name for f in checkpoint.files]
-        else:
-            copy_file(checkpoint.path, temporary)
-            copies = [temporary]
-        mapped = _map(
-            [CheckpointFile(p, f.header) for p, f in zip(copies, checkpoint.files, strict=True)], writable=True
-        )
-        fill(mapped.weights)
-        mapped.flush()
-        _sync(temporary)
-        try:
-            os.replace(temporary, target)
-        except OSError as error:
-            raise InvalidInputError(f"cannot put the output at {target}: {error.strerror}", hint=_HINT_OUT) from error
-    sync_folder(target.parent)
-
-
-_HINT_OUT = "choose an output that does not exist yet"
-
-
-def _require_free(checkpoint: Checkpoint, target: Path) -> None:
-    if checkpoint.is_folder:
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise InvalidInputError(f"{target} exists and is not an empty folder", hint=_HINT_OUT)
-    elif target.is_dir():
-        raise InvalidInputError(f"{target} is a folder, but the checkpoint is one file", hint="name a file")
+    return Checkpoint(root, is_folder, files, map_files(files, writable=False).weights)
 
 
 def _weight_paths(folder: Path) -> list[Path]:
@@ -98,14 +57,14 @@ def _weight_paths(folder: Path) -> list[Path]:
     if (folder / WHOLE_NAME).exists():
         return [folder / WHOLE_NAME]
     if (folder / INDEX_NAME).exists():
-        return [folder / name for name in sorted(set(_weight_map(folder / INDEX_NAME).values()))]
+        return [folder / name for name in sorted(set(_weightmap_files(folder / INDEX_NAME).values()))]
     found = sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" and p.is_file())
     if not found:
         raise NotFoundError(f"there is no .safetensors file in {folder}", hint="is this a checkpoint folder?")
     return found
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def _weightmap_files(path: Path) -> dict[str, str]:
     if path.stat().st_size > limits.SAFETENSORS_HEADER_BYTES_MAX:
         raise CorruptError(f"{path} is too large", rule="checkpoint.index")
     found: Any = parse_object(path.read_bytes(), what=str(path), scope="checkpoint").get("weight_map")
@@ -133,7 +92,7 @@ def _check_index(folder: Path, files: tuple[CheckpointFile, ...]) -> None:
     if [f.path.name for f in files] == [WHOLE_NAME] or not (folder / INDEX_NAME).exists():
         return
     held = {f.path.name: {e.name for e in f.header.entries} for f in files}
-    for tensor, file_name in _weight_map(folder / INDEX_NAME).items():
+    for tensor, file_name in _weightmap_files(folder / INDEX_NAME).items():
         if tensor not in held[file_name]:
             raise CorruptError(
                 f"tensor {tensor!r:.200} is not in {folder / file_name}, where {INDEX_NAME} says it is",
@@ -155,7 +114,7 @@ def _check_duplicates(files: tuple[CheckpointFile, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Mapped:
+class MappedFiles:
     """Mapped files: `copied` holds (file, entry, array) of tensors whose place in the file is not aligned."""
 
     weights: Weights
@@ -163,13 +122,15 @@ class _Mapped:
     copied: tuple[tuple[mmap.mmap, Entry, Bits], ...]
 
     def flush(self) -> None:
+        """Hand everything that was written to the file system."""
         for mapped, entry, array in self.copied:
             mapped[entry.begin : entry.end] = array.tobytes()
         for mapped in self.maps:
             mapped.flush()
 
 
-def _map(files: list[CheckpointFile] | tuple[CheckpointFile, ...], *, writable: bool) -> _Mapped:
+def map_files(files: Sequence[CheckpointFile], *, writable: bool) -> MappedFiles:
+    """The tensors of safetensors files as views of the mapped files."""
     maps: list[mmap.mmap] = []
     copied: list[tuple[mmap.mmap, Entry, Bits]] = []
     arrays: dict[str, Bits] = {}
@@ -188,37 +149,4 @@ def _map(files: list[CheckpointFile] | tuple[CheckpointFile, ...], *, writable: 
             arrays[entry.name] = array
     layout = Layout.of(e.spec for f in files for e in f.header.entries)
     weights = Weights(layout, tuple(arrays[t.name] for t in layout.tensors))
-    return _Mapped(weights, tuple(maps), tuple(copied))
-
-
-def _copy_folder(checkpoint: Checkpoint, target: Path) -> None:
-    ours = {f.path.name for f in checkpoint.files}
-    # Listed before the first folder is made: the output may lie inside the source.
-    sources = [
-        path
-        for path in _files_below(checkpoint.path)
-        if path.suffix not in _OTHER_WEIGHTS or (path.parent == checkpoint.path and path.name in ours)
-    ]
-    target.mkdir()
-    for source in sources:
-        copy = target / source.relative_to(checkpoint.path)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy_file(source, copy)
-
-
-def _sync(path: Path) -> None:
-    files = list(_files_below(path))
-    for file in files:
-        sync_file(file)
-    for folder in {file.parent for file in files if file != path}:
-        sync_folder(folder)
-
-
-def _files_below(path: Path) -> Iterator[Path]:
-    """All files in a folder, links to files included, hidden folders left out; or the one file."""
-    if path.is_file():
-        yield path
-        return
-    for folder, names, file_names in os.walk(path):
-        names[:] = sorted(n for n in names if not n.startswith("."))
-        yield from (p for name in sorted(file_names) if (p := Path(folder, name)).is_file())
+    return MappedFiles(weights, tuple(maps), tuple(copied))

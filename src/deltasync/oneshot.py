@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from deltasync import blocks
-from deltasync.checkpoint import open_checkpoint, write_checkpoint_like
+from deltasync.checkpoint import open_checkpoint
+from deltasync.checkpoint_output import write_checkpoint_like
 from deltasync.errors import InvalidInputError, MismatchError, NotFoundError
 from deltasync.files import reader
 from deltasync.format.digest import StateDigest
@@ -131,6 +132,10 @@ def counting(progress: Progress | None, phase: str, total: int) -> Callable[[int
 def _require_parent(
     before: Weights, header: PayloadHeader, old: State, threads: int | None, progress: Progress | None
 ) -> None:
+    if header.kind == "shard":
+        raise InvalidInputError(
+            "this is one shard of an anchor", hint="`deltasync restore` puts a feed's anchors together"
+        )
     before.layout.require_equal(header.layout, ours=_called(old, "old"), theirs="the delta")
     if header.parent_digest is None:
         return

@@ -27,6 +27,8 @@ def test_skip_round_trip(start: int, length: int) -> None:
 def test_the_keys_of_the_protocol() -> None:
     assert keys.FEED == "feed.json"
     assert keys.version_key(42) == "versions/00000000000000000042.json"
+    assert keys.anchor_key(42) == "anchors/00000000000000000042.json"
+    assert keys.parse_anchor_key(keys.anchor_key(42)) == 42
     assert keys.skip_key(1, 33) == "skips/00000000000000000001-00000000000000000033.json"
     assert keys.payload_key(SHA) == f"payloads/{SHA}.safetensors"
     assert keys.replica_key("host-1.a_b") == "replicas/host-1.a_b.json"
@@ -64,6 +66,9 @@ STRAYS = [
     (keys.parse_version_key, "versions/99999999999999999999.json"),
     (keys.parse_version_key, "x/versions/00000000000000000042.json"),
     (keys.parse_version_key, "feed.json"),
+    (keys.parse_anchor_key, "anchors/42.json"),
+    (keys.parse_anchor_key, "anchors/99999999999999999999.json"),
+    (keys.parse_anchor_key, "versions/00000000000000000042.json"),
     (keys.parse_skip_key, "skips/00000000000000000001-00000000000000000002.json"),
     (keys.parse_skip_key, "skips/00000000000000000009-00000000000000000002.json"),
     (keys.parse_skip_key, "skips/00000000000000000001-99999999999999999999.json"),

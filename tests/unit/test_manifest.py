@@ -18,18 +18,22 @@ DELTA = Manifest(
     layout_sha256="ab" * 32,
     parent_digest=StateDigest(1, 2),
     digest=StateDigest(3, 4),
+    elements=1000,
+    changed=9,
     payloads=(PayloadRef(SHA, 12345),),
     writer="w-1",
     created_unix_s=1_700_000_000,
     extra={"lr": "1e-6", "näme": "ü"},
 )
-NO_PARENT: dict[str, Any] = {"parent": None, "parent_digest": None}
+WHOLE: dict[str, Any] = {"changed": None}
+NO_PARENT: dict[str, Any] = {"parent": None, "parent_digest": None, **WHOLE}
 GOOD = {
     "delta": DELTA,
     "delta of nothing": dataclasses.replace(DELTA, digest=StateDigest(1, 2), payloads=()),
     "skip": dataclasses.replace(DELTA, kind="skip", parent=0),
     "anchor": dataclasses.replace(DELTA, kind="anchor", **NO_PARENT, step=None),
-    "anchor with parent": dataclasses.replace(DELTA, kind="anchor"),
+    "anchor with parent": dataclasses.replace(DELTA, kind="anchor", **WHOLE),
+    "with files": dataclasses.replace(DELTA, files=PayloadRef("cd" * 32, 7)),
     "base": dataclasses.replace(DELTA, kind="base", **NO_PARENT, payloads=(), base=BaseRef("org/model", "main")),
     "base without revision": dataclasses.replace(DELTA, kind="base", **NO_PARENT, payloads=(), base=BaseRef("m")),
 }
@@ -68,10 +72,16 @@ BAD: dict[str, tuple[dict[str, Any], type[DeltasyncError], str]] = {
     "parent not the one before": ({"parent": 5}, CorruptError, "manifest.parent"),
     "parent itself": ({"parent": 7}, CorruptError, "manifest.parent"),
     "parent later": ({"parent": 8}, CorruptError, "manifest.parent"),
-    "no parent": (NO_PARENT, CorruptError, "manifest.parent"),
+    "no parent": (NO_PARENT | {"changed": 9}, CorruptError, "manifest.parent"),
     "parent without digest": ({"parent_digest": None}, CorruptError, "manifest.parent"),
     "skip of one": ({"kind": "skip"}, CorruptError, "manifest.parent"),
     "anchor with a far parent": ({"kind": "anchor", "parent": 3}, CorruptError, "manifest.parent"),
+    "changed more than all": ({"changed": 1001}, CorruptError, "manifest.changed"),
+    "delta without changed": ({"changed": None}, CorruptError, "manifest.changed"),
+    "anchor with changed": ({"kind": "anchor"}, CorruptError, "manifest.changed"),
+    "elements a text": ({"elements": "9"}, CorruptError, "manifest.field"),
+    "files a list": ({"files": []}, CorruptError, "manifest.field"),
+    "files a path": ({"files": {"sha256": "../x", "bytes": 1}}, CorruptError, "manifest.field"),
     "digest": ({"digest": "00"}, FormatError, "digest.hex"),
     "digest null": ({"digest": None}, FormatError, "digest.hex"),
     "layout": ({"layout_sha256": "zz"}, CorruptError, "manifest.field"),

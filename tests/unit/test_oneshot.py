@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
-from helpers import BF16, State, changed, safetensors_bytes, same_bits, state, write_sharded
+from helpers import BF16, LAYOUT, State, changed, safetensors_bytes, same_bits, shard_payload, state, write_sharded
 
 import deltasync
 from deltasync import blocks
@@ -242,3 +242,9 @@ def test_inspection_counts_changes() -> None:
 
 def bits(array: np.ndarray) -> str:
     return f"<u{array.itemsize}"
+
+
+def test_a_shard_alone_is_not_a_delta() -> None:
+    old = {t.name: np.zeros(t.shape, t.dtype.bits_dtype) for t in LAYOUT.tensors}
+    with pytest.raises(InvalidInputError, match="one shard of an anchor"):
+        deltasync.apply(old, shard_payload())

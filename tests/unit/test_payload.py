@@ -18,6 +18,7 @@ from helpers import (
     mutated,
     safetensors_bytes,
     sha256,
+    shard_payload,
     state,
 )
 from hypothesis import given
@@ -31,7 +32,7 @@ from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.payload import Block, Payload, PayloadHeader, index_dtype, write_payload
 from deltasync.format.safetensors import parse_header
 
-PAYLOADS = {"delta": delta_payload, "anchor": anchor_payload, "coo": coo_payload}
+PAYLOADS = {"delta": delta_payload, "anchor": anchor_payload, "shard": shard_payload, "coo": coo_payload}
 
 
 def same(a: Block, b: Block) -> bool:
@@ -316,6 +317,10 @@ BAD: dict[str, Mutation] = {
     ),
     # anchors
     "anchor does not cover": (anchor_payload, drop_anchor_block, CorruptError, "payload.cover"),
+    "shard with parent": (shard_payload, set_meta("parent_digest", "0" * 32), CorruptError, "payload.metadata"),
+    "shard digest wrong": (shard_payload, set_meta("digest", "0" * 32), CorruptError, "payload.digest"),
+    "shard of another codec": (shard_payload, set_block("codec", "exp/1"), CorruptError, "payload.anchor"),
+    "shard called an anchor": (shard_payload, set_meta("kind", "anchor"), CorruptError, "payload.cover"),
     "anchor with a hole": (anchor_payload, shrink_anchor_block, CorruptError, "payload.cover"),
     "anchor of another codec": (anchor_payload, set_block("codec", "exp/1"), CorruptError, "payload.anchor"),
     # coo/1

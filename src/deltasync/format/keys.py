@@ -10,12 +10,17 @@ from deltasync.format import limits
 from deltasync.format.strict_json import is_sha256
 
 FEED = "feed.json"
+FLOOR = "floor.json"
+LEASE = "lease.json"
 VERSIONS = "versions/"
+ANCHORS = "anchors/"
 SKIPS = "skips/"
 PAYLOADS = "payloads/"
 REPLICAS = "replicas/"
+PROBES = "probes/"
 
 _VERSION = re.compile(r"versions/([0-9]{20})\.json", re.ASCII)
+_ANCHOR = re.compile(r"anchors/([0-9]{20})\.json", re.ASCII)
 _SKIP = re.compile(r"skips/([0-9]{20})-([0-9]{20})\.json", re.ASCII)
 _PAYLOAD = re.compile(r"payloads/([0-9a-f]{64})\.safetensors", re.ASCII)
 _REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
@@ -25,6 +30,12 @@ def version_key(version: int) -> str:
     """The manifest of a version: its creation is the commit."""
     _require_version(version)
     return f"{VERSIONS}{version:020d}.json"
+
+
+def anchor_key(version: int) -> str:
+    """The manifest of an anchor that was added to a version later on."""
+    _require_version(version)
+    return f"{ANCHORS}{version:020d}.json"
 
 
 def skip_key(start: int, end: int) -> str:
@@ -54,9 +65,20 @@ def replica_key(replica_id: str) -> str:
     return f"{REPLICAS}{replica_id}.json"
 
 
+def probe_key(probe_id: str) -> str:
+    """A short-lived object by which a writer finds out what the store can do."""
+    return f"{PROBES}{probe_id}"
+
+
 def parse_version_key(key: str) -> int | None:
     """The version whose manifest this is."""
     match = _VERSION.fullmatch(key)
+    return None if match is None else _bounded(match[1])
+
+
+def parse_anchor_key(key: str) -> int | None:
+    """The version whose anchor this is."""
+    match = _ANCHOR.fullmatch(key)
     return None if match is None else _bounded(match[1])
 
 

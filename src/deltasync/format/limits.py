@@ -26,6 +26,12 @@ INDEX_BYTES_MAX = 64 << 20
 """Size of a payload's index after decompression."""
 
 MANIFEST_BYTES_MAX = 16 << 20
+RECORD_BYTES_MAX = 64 << 10
+"""Size of the small JSON objects beside the manifests: feed, floor, lease, heartbeat."""
+
+FILES_BYTES_MAX = 256 << 20
+"""Size of all files that travel beside the weights."""
+
 TENSORS_MAX = 1 << 20
 NAME_BYTES_MAX = 4096
 DIMENSIONS_MAX = 16

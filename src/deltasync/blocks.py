@@ -13,7 +13,7 @@ from deltasync.format import limits
 from deltasync.format.changes import Changes, cut_runs
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.payload import Block
-from deltasync.format.weights import Runs, Weights, whole_runs
+from deltasync.format.weights import Readable, Runs, Weights, whole_runs
 from deltasync.kernels.dispatch import kernels
 from deltasync.parallel import each
 
@@ -50,7 +50,7 @@ def encode_changed(
 
 
 def encode_anchor(
-    weights: Weights, *, threads: int | None = None, on_progress: OnProgress | None = None
+    weights: Readable, *, threads: int | None = None, on_progress: OnProgress | None = None
 ) -> Iterator[Block]:
     """All weights, block by block."""
     pieces = stretches(weights.layout, elements=limits.PLANES_ELEMENTS)

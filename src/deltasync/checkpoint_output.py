@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def write_checkpoint(layout: Layout, files: Mapping[str, bytes], out: str | os.P
             path = temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-        _fill([_new_file(temporary / name, specs) for name, specs in _named_shards(layout, temporary)], fill)
+        _fill([create_file(temporary / name, specs) for name, specs in _named_shards(layout, temporary)], fill)
 
 
 def companion_files(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -117,7 +117,8 @@ def _named_shards(layout: Layout, folder: Path) -> list[tuple[str, list[TensorSp
     return named
 
 
-def _new_file(path: Path, specs: list[TensorSpec]) -> CheckpointFile:
+def create_file(path: Path, specs: Sequence[TensorSpec]) -> CheckpointFile:
+    """A new safetensors file of zeros, as far as the file system can without writing them."""
     with path.open("xb") as file:
         head = header_bytes(specs, {"format": "pt"})
         file.write(head)

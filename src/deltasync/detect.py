@@ -15,7 +15,7 @@ from deltasync.errors import InvalidInputError
 from deltasync.format import limits
 from deltasync.format.changes import Changes, cut_runs, slice_runs
 from deltasync.format.layout import Layout
-from deltasync.format.weights import Bits, Runs, Weights, whole_runs
+from deltasync.format.weights import Bits, Readable, Runs, Weights, whole_runs
 from deltasync.kernels.dispatch import kernels
 
 Changed = Mapping[str, tuple[NDArray[Any], Bits]]
@@ -30,7 +30,7 @@ def stretches(layout: Layout, *, elements: int = limits.BLOCK_ELEMENTS_MAX) -> l
     return [piece for ordinals in by_dtype.values() for piece in cut_runs(whole_runs(layout, ordinals), elements)]
 
 
-def detect(old: Weights, new: Weights, stretch: Runs) -> Iterator[Changes]:
+def detect(old: Weights, new: Readable, stretch: Runs) -> Iterator[Changes]:
     """The changed elements of one stretch, block by block; blocks without changes are left out."""
     k, before, after = kernels(), old.region(stretch), new.region(stretch)
     start, elements = 0, before.elements

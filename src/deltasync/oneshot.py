@@ -5,10 +5,10 @@ single safetensors file.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,16 +21,11 @@ from deltasync.format.digest import StateDigest
 from deltasync.format.layout import TensorSpec
 from deltasync.format.payload import Payload, PayloadHeader, payload_chunks
 from deltasync.format.weights import Weights
+from deltasync.progress import Progress, counting
 
 PathLike = str | os.PathLike[str]
 State = Mapping[str, np.ndarray] | PathLike
 Delta = bytes | bytearray | memoryview | PathLike
-
-
-class Progress(Protocol):
-    """Told how far long work is: the phase, and how many of its elements are done."""
-
-    def __call__(self, phase: str, done: int, total: int) -> None: ...
 
 
 def diff(
@@ -113,20 +108,6 @@ def open_payload(source: Delta) -> Iterator[Payload]:
         raise InvalidInputError(f"{path} is a folder, not a payload", hint="give the file that `deltasync diff` wrote")
     with path.open("rb") as file:
         yield Payload.open(reader(file.fileno()), os.fstat(file.fileno()).st_size)
-
-
-def counting(progress: Progress | None, phase: str, total: int) -> Callable[[int], None] | None:
-    """Turns counts of elements just done, as the engine tells them, into calls of `progress`."""
-    if progress is None:
-        return None
-    done = 0
-
-    def count(elements: int) -> None:
-        nonlocal done
-        done += elements
-        progress(phase, done, total)
-
-    return count
 
 
 def _require_parent(

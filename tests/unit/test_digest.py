@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from deltasync.errors import FormatError
 from deltasync.format.digest import StateDigest, layout_digest
-from deltasync.format.layout import Layout, TensorSpec
-from deltasync.format.weights import tensor_seed
+from deltasync.format.layout import Layout, TensorSpec, tensor_seed
 
 lanes = st.integers(0, 2**64 - 1)
 digests = st.builds(StateDigest, lanes, lanes)

@@ -7,7 +7,7 @@ from deltasync.checkpoint import open_checkpoint
 from deltasync.cli.options import Commands, add_json, add_threads
 from deltasync.cli.output import print_json
 from deltasync.cli.progress import bars
-from deltasync.oneshot import counting
+from deltasync.progress import counting
 
 
 def register(commands: Commands) -> None:

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 from deltasync import __version__
-from deltasync.cli import apply, diff, digest, inspect
+from deltasync.cli import apply, diff, digest, inspect, log, prune, publish, restore, show, verify
 from deltasync.cli.output import plain
 from deltasync.errors import ConflictError, CorruptError, DeltasyncError, FormatError, MismatchError
 
@@ -20,7 +20,7 @@ EXIT_CONFLICT = 4
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-_COMMANDS = (diff, apply, inspect, digest)
+_COMMANDS = (publish, log, show, verify, restore, prune, diff, apply, inspect, digest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deltasync",
-        description="Lossless sparse deltas between two states of a model's weights.",
+        description="Weights of a model in training, from version to version, through an object store.",
         epilog="Exit codes: 0 ok, 1 error, 2 wrong usage, 3 corrupt or mismatched data, 4 conflict.",
     )
     parser.add_argument("--version", action="version", version=f"deltasync {__version__}")

@@ -14,7 +14,7 @@ else:
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """`--threads N`; as many as there are cores by default."""
-    parser.add_argument("--threads", type=_positive, metavar="N", help="threads to use (default: one for each core)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="threads to use (default: one for each core)")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,8 @@ def require_other_file(output: Path, *inputs: str) -> None:
             raise InvalidInputError(f"{output} is an input", hint="choose another output")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A count from 1 on."""
     try:
         value = int(text)
     except ValueError:

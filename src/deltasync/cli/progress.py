@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from deltasync import oneshot
+from deltasync.progress import Progress as Tell
 
 
 @contextmanager
-def bars() -> Iterator[oneshot.Progress | None]:
+def bars() -> Iterator[Tell | None]:
     """One bar for each phase; None where stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield None

@@ -6,13 +6,13 @@ Anchors consist of it, and a block of a delta falls back to it when so much chan
 from deltasync.format.changes import Changes
 from deltasync.format.digest import StateDigest
 from deltasync.format.payload import Block
-from deltasync.format.weights import Runs, Weights
+from deltasync.format.weights import Readable, Runs, Weights
 from deltasync.kernels.dispatch import kernels
 
 PLANES = "planes/1"
 
 
-def encode(new: Weights, runs: Runs) -> Block:
+def encode(new: Readable, runs: Runs) -> Block:
     """A block of an anchor. Its digest is the sum over all of its elements, as if they had been zero before."""
     region = new.region(runs)
     return Block(

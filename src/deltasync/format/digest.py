@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deltasync.errors import FormatError
-from deltasync.format.layout import Layout
-from deltasync.format.weights import tensor_seed
+from deltasync.format.layout import Layout, tensor_seed
 
 _LANE_MASK = (1 << 64) - 1
 _HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deltasync.errors import FormatError, MismatchError
 from deltasync.format import limits
 from deltasync.format.dtypes import DType, dtype_named
@@ -34,6 +37,13 @@ class TensorSpec:
 
     def to_json(self) -> list[Any]:
         return [self.name, self.dtype.name, list(self.shape)]
+
+
+def tensor_seed(spec: TensorSpec) -> tuple[int, int]:
+    """Two 64-bit numbers that stand for a tensor in the state digest: they bind its name, type and shape."""
+    text = f"{spec.name}\0{spec.dtype.name}\0{','.join(map(str, spec.shape))}"
+    hashed = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(hashed[:8], "little"), int.from_bytes(hashed[8:16], "little")
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,11 @@ class Layout:
     @cached_property
     def ordinals(self) -> dict[str, int]:
         return {t.name: i for i, t in enumerate(self.tensors)}
+
+    @cached_property
+    def seeds(self) -> NDArray[np.uint64]:
+        """`tensor_seed` of each tensor, one row each."""
+        return np.array([tensor_seed(t) for t in self.tensors], np.uint64).reshape(-1, 2)
 
     @property
     def elements(self) -> int:

@@ -100,9 +100,9 @@ class Manifest:
         """Every object under `payloads/` that this manifest needs."""
         return self.payloads if self.files is None else (*self.payloads, self.files)
 
-    def to_bytes(self) -> bytes:
-        """Canonical JSON: equal manifests have equal bytes. CorruptError for one that a reader would refuse."""
-        fields: dict[str, Any] = {
+    def to_json(self) -> dict[str, Any]:
+        """The fields as docs/format.md names them."""
+        return {
             "format": FORMAT,
             "kind": self.kind,
             "version": self.version,
@@ -120,6 +120,10 @@ class Manifest:
             "base": None if self.base is None else {"checkpoint": self.base.checkpoint, "revision": self.base.revision},
             "extra": dict(self.extra),
         }
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON: equal manifests have equal bytes. CorruptError for one that a reader would refuse."""
+        fields = self.to_json()
         _require_size(data := canonical_json(fields))
         _from_fields(fields)
         return data

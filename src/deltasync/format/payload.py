@@ -60,13 +60,15 @@ class PayloadHeader:
     """What a payload is a change of. An anchor and its shards have no parent.
 
     A delta may be one of several that lead from one parent to one version, each made by a rank of the trainer: its
-    `digest` is that of the parent with this change alone.
+    `digest` is that of the parent with this change alone. In a feed, `version` tells payloads of equal content apart:
+    no two versions ever share one, so that what an old version alone needs can be deleted at any time.
     """
 
     kind: Kind
     layout: Layout
     parent_digest: StateDigest | None
     digest: StateDigest
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +101,7 @@ class Payload:
             layout=layout,
             parent_digest=StateDigest.from_hex(header.metadata["parent_digest"]) if kind == "delta" else None,
             digest=StateDigest.from_hex(header.metadata["digest"]),
+            version=None if (version := header.metadata.get("version")) is None else int(version),
         )
         _check_consistent(parsed, records)
         for name, told in _metadata(parsed, records).items():
@@ -226,6 +229,8 @@ def _metadata(header: PayloadHeader, records: Iterable[BlockRecord]) -> dict[str
     }
     if header.parent_digest is not None:
         fields["parent_digest"] = header.parent_digest.hex
+    if header.version is not None:
+        fields["version"] = str(header.version)
     return fields
 
 
@@ -246,8 +251,8 @@ def _checked_metadata(metadata: dict[str, str]) -> Kind:
     if missing or (kind != "delta" and "parent_digest" in metadata):
         told = f"lacks {', '.join(missing)}" if missing else f"names a parent of a payload of kind {kind}"
         raise CorruptError(f"__metadata__ {told}", rule="payload.metadata")
-    if not is_decimal(metadata["elements"]) or not is_decimal(metadata["changed"]):
-        raise CorruptError("elements or changed is not a decimal number", rule="payload.metadata")
+    if not all(is_decimal(metadata.get(name, "0")) for name in ("elements", "changed", "version")):
+        raise CorruptError("elements, changed or version is not a decimal number", rule="payload.metadata")
     return known
 
 

@@ -1,9 +1,8 @@
 """Weights in memory: flat arrays of raw bits in the order of a layout, and regions of them that a block covers."""
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +16,6 @@ Bits = NDArray[np.unsignedinteger]
 
 Runs = NDArray[np.int64]
 """Contiguous pieces of tensors, one row each: tensor ordinal, first flat index, number of elements."""
-
-
-def tensor_seed(spec: TensorSpec) -> tuple[int, int]:
-    """Two 64-bit numbers that stand for a tensor in the state digest: they bind its name, type and shape."""
-    text = f"{spec.name}\0{spec.dtype.name}\0{','.join(map(str, spec.shape))}"
-    hashed = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(hashed[:8], "little"), int.from_bytes(hashed[8:16], "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +47,17 @@ class Region:
         return np.concatenate(pieces) if pieces else np.empty(0, self.dtype.bits_dtype)
 
 
+class Readable(Protocol):
+    """Weights that can be read region by region, wherever they are."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def region(self, runs: Runs) -> Region:
+        """The elements that `runs` names; all of its tensors must have one element type."""
+        ...
+
+
 @dataclass(frozen=True)
 class Weights:
     """All tensors of a layout as flat arrays of raw bits, in layout order."""
@@ -74,10 +77,6 @@ class Weights:
         layout = Layout.of(specs)
         return cls(layout, tuple(flat_bits(tensors[t.name], t.dtype) for t in layout.tensors))
 
-    @cached_property
-    def seeds(self) -> NDArray[np.uint64]:
-        return np.array([tensor_seed(t) for t in self.layout.tensors], np.uint64).reshape(-1, 2)
-
     def region(self, runs: Runs) -> Region:
         """The elements that `runs` names; all of its tensors must have one element type."""
         ordinals, local = np.unique(runs[:, 0], return_inverse=True)
@@ -88,8 +87,13 @@ class Weights:
             dtype=dtypes.pop(),
             arrays=tuple(self.arrays[t] for t in ordinals),
             runs=np.column_stack((local.reshape(-1), runs[:, 1], runs[:, 2])).astype(np.int64),
-            keys=np.column_stack((self.seeds[runs[:, 0]], runs[:, 1].astype(np.uint64))).astype(np.uint64),
+            keys=region_keys(self.layout, runs),
         )
+
+
+def region_keys(layout: Layout, runs: Runs) -> NDArray[np.uint64]:
+    """The rows of `Region.keys` for runs of a layout."""
+    return np.column_stack((layout.seeds[runs[:, 0]], runs[:, 1].astype(np.uint64))).astype(np.uint64)
 
 
 def flat_bits(array: np.ndarray, dtype: DType) -> Bits:

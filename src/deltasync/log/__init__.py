@@ -1,0 +1,1 @@
+"""The versions of a feed in a store: read, planned, committed."""

@@ -1,0 +1,125 @@
+"""Writing to a feed: payloads first, then the manifest, whose creation is the commit and the fence."""
+
+import logging
+import secrets
+import time
+
+from deltasync.errors import ConflictError, NotFoundError, StoreError
+from deltasync.format import keys
+from deltasync.format.manifest import Data, Manifest, PayloadRef
+from deltasync.format.records import FeedRecord
+from deltasync.log.lease import Lease
+from deltasync.log.log import Log, manifest_key, parse_manifest
+from deltasync.store.probe import probe_fencing
+from deltasync.store.protocol import Store
+
+_log = logging.getLogger(__name__)
+
+
+class Writer:
+    """The one publisher of a feed. `id` is random: it tells this writer's commits from those of any other."""
+
+    def __init__(self, store: Store, *, require_fencing: bool = False) -> None:
+        self.id = secrets.token_hex(8)
+        self.store = store
+        self.log = Log(store)
+        self._require_fencing = require_fencing
+        self._lease: Lease | None = None
+
+    def open(self) -> Manifest | None:
+        """Check that the store keeps writers apart, make the feed if it is new, and give its head.
+
+        A store that only claims to fence is used by one writer under a lease, with a warning; with `require_fencing`
+        it is refused. ConflictError if another writer holds the lease.
+        """
+        if not self._fences():
+            self._lease = Lease(self.store, self.id)
+            self._lease.take()
+        self._require_feed()
+        return self.log.head()
+
+    def put(self, data: Data) -> PayloadRef:
+        """Store a payload under its own SHA-256. Without a commit nobody ever looks at it."""
+        ref = PayloadRef.of(data)
+        self.store.put(keys.payload_key(ref.sha256), data)
+        return ref
+
+    def commit(self, manifest: Manifest) -> None:
+        """Commit a version or a skip whose payloads are in the store. Trying again after an error is safe.
+
+        ConflictError if another writer was there first: stop. StoreError: it is not known whether the commit happened;
+        commit the same manifest again, or open the feed anew.
+        """
+        self._create(manifest_key(manifest), manifest.to_bytes())
+
+    def add_anchor(self, manifest: Manifest) -> None:
+        """Add an anchor to a version that is committed."""
+        self._create(keys.anchor_key(manifest.version), manifest.to_bytes())
+
+    def close(self) -> None:
+        """Give back the lease, if there is one."""
+        if self._lease is None:
+            return
+        try:
+            self._lease.release()
+        except StoreError as error:
+            # It runs out by itself, and whatever was committed is committed.
+            _log.warning("the lease of %s was not given back: %s", self.store.url, error)
+
+    def _fences(self) -> bool:
+        if self.store.capabilities.create_if_absent:
+            if probe_fencing(self.store):
+                return True
+            told = f"{self.store.url} ignores create-if-absent"
+        else:
+            told = f"{self.store.url} has no create-if-absent"
+        if self._require_fencing:
+            raise StoreError(
+                told, transient=False, hint="use a store that has conditional puts, or do without require_fencing"
+            )
+        if self.store.capabilities.create_if_absent:
+            _log.warning("%s: two writers at once can destroy each other's versions; a lease must do", told)
+        return False
+
+    def _require_feed(self) -> None:
+        if self.log.feed() is None:
+            record = FeedRecord(secrets.token_hex(8), int(time.time()))
+            self._write_new(keys.FEED, record.to_bytes())
+
+    def _create(self, key: str, data: bytes) -> None:
+        if self._lease is not None:
+            self._lease.take()
+        if not self._write_new(key, data):
+            self._settle(key, data)
+
+    def _write_new(self, key: str, data: bytes) -> bool:
+        """Whether the key is surely ours. False: it was taken, perhaps by ourselves."""
+        if self._lease is None:
+            try:
+                return self.store.create(key, data)
+            except StoreError:
+                # The response may be lost while the object is there.
+                if self._stored(key) == data:
+                    return True
+                raise
+        if self._stored(key) is not None:
+            return False
+        self.store.put(key, data)
+        return self._stored(key) == data
+
+    def _settle(self, key: str, data: bytes) -> None:
+        """The key was taken. Equal bytes mean that it was ours: a response got lost."""
+        found = self._stored(key)
+        if found == data:
+            return
+        who = "nobody" if found is None else parse_manifest(key, found).writer
+        hint = "another trainer writes to this feed: stop one of the two"
+        if who == self.id:
+            hint = "an earlier attempt of this writer went through: open the feed again and go on from its head"
+        raise ConflictError(f"{key} was committed by writer {who}, we are {self.id}", key=key, hint=hint)
+
+    def _stored(self, key: str) -> bytes | None:
+        try:
+            return self.store.get(key)
+        except NotFoundError:
+            return None

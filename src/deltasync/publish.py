@@ -1,0 +1,176 @@
+"""A checkpoint as the next version of a feed."""
+
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deltasync import blocks
+from deltasync.anchors import put_anchor
+from deltasync.checkpoint import Checkpoint, open_checkpoint
+from deltasync.checkpoint_output import companion_files
+from deltasync.errors import InvalidInputError, MismatchError
+from deltasync.format.companions import write_files
+from deltasync.format.digest import StateDigest
+from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef
+from deltasync.format.payload import PayloadHeader, write_payload
+from deltasync.format.weights import Weights
+from deltasync.log.writer import Writer
+from deltasync.progress import Progress, counting
+from deltasync.replay import load
+from deltasync.store.protocol import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishOptions:
+    """How a checkpoint becomes a version.
+
+    `base`: the feed is new, and every replica has this checkpoint under that name: nothing is uploaded.
+    `anchor`: add all weights, for replicas that join late; with other tensors than before, in place of a change.
+    `parent`: a checkpoint with the weights of the feed's head, which are rebuilt from the feed otherwise.
+    """
+
+    step: int | None = None
+    base: BaseRef | None = None
+    anchor: bool = False
+    parent: Path | None = None
+    require_fencing: bool = False
+    threads: int | None = None
+
+
+def publish_checkpoint(
+    store: Store,
+    checkpoint: str | os.PathLike[str],
+    options: PublishOptions,
+    *,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Commit the weights of a checkpoint as the next version, and return its manifest.
+
+    ConflictError if another writer was faster: nothing of theirs is touched, run it again to publish on top.
+    """
+    opened = open_checkpoint(checkpoint)
+    writer = Writer(store, require_fencing=options.require_fencing)
+    try:
+        return _Publication(writer, writer.open(), opened, options, progress).run()
+    finally:
+        writer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Publication:
+    writer: Writer
+    head: Manifest | None
+    checkpoint: Checkpoint
+    options: PublishOptions
+    progress: Progress | None
+
+    def run(self) -> Manifest:
+        """Put the payloads, then commit. An anchor of the same tensors comes on top of the change, for late joiners."""
+        manifest = self._manifest()
+        self.writer.commit(manifest)
+        if self.options.anchor and manifest.kind == "delta":
+            anchor = self._anchor()
+            self.writer.add_anchor(replace(anchor, parent=None, parent_digest=None))
+        return manifest
+
+    def _manifest(self) -> Manifest:
+        if self.options.base is not None:
+            return self._base(self.options.base)
+        if self.head is None:
+            return self._anchor()
+        if self.options.anchor and self.head.layout_sha256 != self._weights.layout.sha256:
+            return self._anchor()
+        return self._delta(self.head)
+
+    def _base(self, base: BaseRef) -> Manifest:
+        if self.head is not None:
+            raise InvalidInputError(
+                f"the feed is at version {self.head.version}: only its first version can be a base",
+                hint="leave out the base to publish the change",
+            )
+        digest = blocks.digest(self._weights, threads=self.options.threads, on_progress=self._count("digest"))
+        return self._new("base", digest, base=base)
+
+    def _anchor(self) -> Manifest:
+        refs, digest = put_anchor(
+            self.writer, self._weights, self._version, threads=self.options.threads, progress=self.progress
+        )
+        return self._new("anchor", digest, payloads=refs)
+
+    def _delta(self, head: Manifest) -> Manifest:
+        old = self._parent(head)
+        new = self._weights
+        try:
+            old.layout.require_equal(new.layout, ours="the feed", theirs=str(self.checkpoint.path))
+        except MismatchError as error:
+            hint = "publish it as an anchor (`--anchor`) if the model is meant to change"
+            raise MismatchError(error.message, rule=error.rule, hint=hint) from error
+        found = blocks.encode_delta(old, new, threads=self.options.threads, on_progress=self._count("encode"))
+        digest = sum((block.digest for block in found), head.digest)
+        refs: tuple[PayloadRef, ...] = ()
+        if found:
+            header = PayloadHeader("delta", new.layout, head.digest, digest, self._version)
+            refs = (self.writer.put(write_payload(header, found)),)
+        return self._new("delta", digest, payloads=refs, changed=sum(block.changed for block in found))
+
+    def _parent(self, head: Manifest) -> Weights:
+        if self.options.parent is None:
+            return load(self.writer.log, head, threads=self.options.threads, progress=self.progress)
+        weights = open_checkpoint(self.options.parent).weights
+        found = blocks.digest(weights, threads=self.options.threads, on_progress=self._count("parent"))
+        if found != head.digest:
+            raise MismatchError(
+                f"{self.options.parent} has the digest {found}, version {head.version} has {head.digest}",
+                rule="publish.parent",
+                version=head.version,
+                hint="give the checkpoint that was published last, or leave it out: then the feed is read",
+            )
+        return weights
+
+    def _new(
+        self,
+        kind: Kind,
+        digest: StateDigest,
+        *,
+        payloads: tuple[PayloadRef, ...] = (),
+        changed: int | None = None,
+        base: BaseRef | None = None,
+    ) -> Manifest:
+        layout = self._weights.layout
+        return Manifest(
+            kind=kind,
+            version=self._version,
+            parent=None if self.head is None else self.head.version,
+            parent_digest=None if self.head is None else self.head.digest,
+            step=self.options.step,
+            layout_sha256=layout.sha256,
+            digest=digest,
+            elements=layout.elements,
+            changed=changed,
+            payloads=payloads,
+            files=self._files(),
+            base=base,
+            writer=self.writer.id,
+            created_unix_s=int(time.time()),
+        )
+
+    def _files(self) -> PayloadRef | None:
+        """The files beside the weights; put only if they are not those of the head."""
+        files = companion_files(self.checkpoint)
+        if not files:
+            return None if self.head is None else self.head.files
+        data = write_files(files)
+        ref = PayloadRef.of(data)
+        return ref if self.head is not None and ref == self.head.files else self.writer.put(data)
+
+    @property
+    def _weights(self) -> Weights:
+        return self.checkpoint.weights
+
+    @property
+    def _version(self) -> int:
+        return 0 if self.head is None else self.head.version + 1
+
+    def _count(self, phase: str) -> blocks.OnProgress | None:
+        return counting(self.progress, phase, self._weights.layout.elements)

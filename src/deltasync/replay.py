@@ -1,0 +1,162 @@
+"""Weights from a feed: a plan's anchor, then its deltas and skips, each proved before the next."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from deltasync import blocks
+from deltasync.bases import open_base
+from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
+from deltasync.format import keys
+from deltasync.format.layout import Layout
+from deltasync.format.manifest import Manifest
+from deltasync.format.payload import Payload
+from deltasync.format.weights import Weights
+from deltasync.log.log import Log
+from deltasync.log.payloads import fetch_payloads
+from deltasync.log.planning import Edge, Plan, plan
+from deltasync.progress import Progress, counting
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class BlockedError(Exception):
+    """An edge of a plan turned out to be of no use. Caught by `by_any_way`."""
+
+    def __init__(self, edge: Edge, cause: DeltasyncError) -> None:
+        super().__init__(str(cause))
+        self.edge = edge
+        self.cause = cause
+
+
+def by_any_way(log: Log, target: Manifest, attempt: Callable[[Plan], _T]) -> _T:
+    """`attempt` the cheapest plan for `target`, and the next best where an edge is damaged, pruned or not at hand.
+
+    If no way is left, the error that closed the first one.
+    """
+    avoid: set[str] = set()
+    first: DeltasyncError | None = None
+    while True:
+        try:
+            way = plan(log, target, avoid=avoid)
+        except NotFoundError as error:
+            raise _explained(log, target, error if first is None else first) from None
+        try:
+            return attempt(way)
+        except BlockedError as blocked:
+            _log.warning("cannot use %s, looking for another way: %s", blocked.edge.key, blocked.cause)
+            avoid.add(blocked.edge.key)
+            first = blocked.cause if first is None else first
+
+
+def load(
+    log: Log,
+    target: Manifest,
+    *,
+    base: Path | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Weights:
+    """The weights of a version, in memory."""
+
+    def attempt(way: Plan) -> Weights:
+        weights = zeros(plan_layout(log, way, base=base))
+        replay(log, way, weights, base=base, threads=threads, progress=progress)
+        return weights
+
+    return by_any_way(log, target, attempt)
+
+
+def zeros(layout: Layout) -> Weights:
+    """Weights to be overwritten; MemoryError becomes one that says how much was asked for."""
+    try:
+        return Weights(layout, tuple(np.zeros(t.elements, t.dtype.bits_dtype) for t in layout.tensors))
+    except MemoryError as error:
+        raise CorruptError(
+            f"no memory for the {layout.nbytes} bytes of this layout",
+            rule="layout.memory",
+            hint="if the model is that large, use a machine with more memory",
+        ) from error
+
+
+def plan_layout(log: Log, way: Plan, *, base: Path | None = None) -> Layout:
+    """The layout that a plan begins with, read from the start of its first payload."""
+    edge = way.edges[0]
+    with _blocking(edge):
+        if edge.manifest.kind == "base":
+            return open_base(edge.manifest, at=base).weights.layout
+        ref = edge.manifest.payloads[0]
+        key = keys.payload_key(ref.sha256)
+        payload = Payload.open(lambda offset, length: log.store.get_range(key, offset, length), ref.nbytes)
+        if payload.header.layout.sha256 != edge.manifest.layout_sha256:
+            raise CorruptError(f"{key} has another layout than its manifest says", rule="manifest.layout", key=key)
+        return payload.header.layout
+
+
+def replay(
+    log: Log,
+    way: Plan,
+    target: Weights,
+    *,
+    base: Path | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Overwrite `target`, which nobody else can see yet, with the state that the plan leads to.
+
+    Every block is checked as it is decoded, and the state digest of the whole at the end.
+    """
+    count = counting(progress, "restore", way.nbytes)
+    arriving = fetch_payloads(log.store, (edge.manifest for edge in way.edges))
+    for edge in way.edges:
+        with _blocking(edge):
+            if edge.manifest.kind == "base":
+                _copy(open_base(edge.manifest, at=base, threads=threads).weights, target)
+            for _ in edge.manifest.payloads:
+                payload = next(arriving)
+                payload.header.layout.require_equal(target.layout, ours=edge.key, theirs="the version before it")
+                # Blocks do not overlap and each is decoded before it is written, so that old and new may be one.
+                blocks.decode_into(target, target, payload.blocks(), relative=edge.start is not None, threads=threads)
+                if count is not None:
+                    count(payload.nbytes)
+    found = blocks.digest(target, threads=threads, on_progress=counting(progress, "digest", target.layout.elements))
+    promised = way.edges[-1].manifest.digest
+    if found != promised:
+        version = way.edges[-1].end
+        raise CorruptError(
+            f"version {version} came out with the digest {found}, its manifest promises {promised}",
+            rule="restore.digest",
+            version=version,
+        )
+
+
+def _explained(log: Log, target: Manifest, error: DeltasyncError) -> DeltasyncError:
+    """What is missing below the floor was given up on purpose."""
+    floor = log.floor()
+    if not isinstance(error, NotFoundError) or target.version >= floor:
+        return error
+    return NotFoundError(
+        f"version {target.version} was pruned: {log.store.url} keeps versions from {floor} on ({error.message})",
+        version=target.version,
+        key=error.key,
+        hint="choose a later version",
+    )
+
+
+@contextmanager
+def _blocking(edge: Edge) -> Iterator[None]:
+    try:
+        yield
+    except (CorruptError, FormatError, MismatchError, NotFoundError) as error:
+        raise BlockedError(edge, error) from error
+
+
+def _copy(source: Weights, target: Weights) -> None:
+    source.layout.require_equal(target.layout, ours="the base", theirs="the target")
+    for before, after in zip(source.arrays, target.arrays, strict=True):
+        after[:] = before

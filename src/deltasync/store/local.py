@@ -1,0 +1,217 @@
+"""Objects as files in a folder, on a local disk or a shared file system: the default, with no server at all.
+
+An object is written under a hidden name, synced, and then given its name by a rename (`put`) or a hard link (`create`);
+the folder is synced last. So it is whole whenever it can be seen, and still there after a power cut.
+"""
+
+import errno
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from deltasync.errors import NotFoundError, StoreError
+from deltasync.files import atomic_write, sync_folder, temporary_beside
+from deltasync.store.checks import byte_view, is_key, require_key, require_prefix, require_range
+from deltasync.store.claiming import claim
+from deltasync.store.protocol import Capabilities, Data, ObjectInfo
+
+LEFTOVER_AGE_S = 86_400.0
+"""Hidden files that a killed writer left behind are removed when they are older."""
+
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.ASCII)
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_TRANSIENT = frozenset({errno.EAGAIN, errno.EBUSY, errno.EHOSTDOWN, errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT})
+_HINTS = {
+    errno.ENOSPC: "the disk is full: free some space, then go on",
+    errno.EDQUOT: "the quota is used up: free some space or raise it, then go on",
+    errno.EFBIG: "the file system or the limits of this process do not allow files this large",
+    errno.EROFS: "the file system is mounted read-only: a feed can be followed there, not published",
+    errno.EACCES: "this user may not do that: check the owner and the mode of the folder",
+    errno.EPERM: "this user may not do that: check the owner and the mode of the folder",
+    errno.ENOTDIR: "a file is where a folder should be: choose another place",
+    errno.EISDIR: "a folder is where an object should be: choose another place",
+    errno.EEXIST: "something else is in its place: choose another place",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.EOPNOTSUPP: "this file system has neither hard links nor exclusive renames: choose another one",
+    errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
+}
+
+
+class LocalStore:
+    """A folder. It is made by the first write; until then it reads as empty."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._root = Path(os.path.abspath(path))
+        self._prepared: set[Path] = set()
+
+    def __repr__(self) -> str:
+        return f"LocalStore({str(self._root)!r})"
+
+    @property
+    def url(self) -> str:
+        return self._root.as_uri()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(create_if_absent=True)
+
+    def put(self, key: str, data: Data) -> None:
+        path = self._path(key)
+        with self._errors("put", key):
+            self._prepare(path.parent)
+            atomic_write(path, [byte_view(data)])
+
+    def create(self, key: str, data: Data) -> bool:
+        path = self._path(key)
+        with self._errors("create", key):
+            self._prepare(path.parent)
+            with temporary_beside(path) as temporary:
+                with temporary.open("xb") as file:
+                    file.write(byte_view(data))
+                    file.flush()
+                    os.fsync(file.fileno())
+                won = claim(temporary, path)
+            # Also for the loser, who will read what the winner may not have synced yet.
+            sync_folder(path.parent)
+        return won
+
+    def get(self, key: str) -> bytes:
+        path = self._path(key)
+        with self._errors("get", key), self._absence(key), path.open("rb", buffering=0) as file:
+            return file.readall()
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        require_range(key, offset, length)
+        path = self._path(key)
+        with self._errors("get", key), self._absence(key), path.open("rb", buffering=0) as file:
+            wanted = max(0, min(length, os.fstat(file.fileno()).st_size - offset))
+            return _read(file.fileno(), offset, wanted)
+
+    def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
+        require_prefix(prefix)
+        require_prefix("" if after is None else after)
+        # No key is empty, so that all keys sort behind "".
+        return self._walk(prefix.rpartition("/")[0], prefix, "" if after is None else after)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._errors("delete", key), suppress(*_ABSENT):
+            path.unlink()
+            sync_folder(path.parent)
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def _path(self, key: str) -> Path:
+        require_key(key)
+        return self._root / key
+
+    def _prepare(self, folder: Path) -> None:
+        """Make the folder and all above it, on disk: once, since nothing here removes a folder.
+
+        A folder that is there already may have been made by another writer a moment ago: it is synced all the same.
+        """
+        if folder in self._prepared and folder.is_dir():
+            return
+        between = [above for above in folder.parents if above.is_relative_to(self._root)]
+        for part in [*reversed(between), folder]:
+            _make_folder(part)
+        _remove_leftovers(folder)
+        self._prepared.add(folder)
+
+    def _walk(self, folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        """The objects below a folder (its key, without the last slash), in the order of their whole keys."""
+        with self._errors("list", folder):
+            entries = _entries(self._root / folder)
+        start = f"{folder}/" if folder else ""
+        # The keys below a folder `a` begin with `a/`: it has its place behind `a-b` and `a.b`, and before `a0`.
+        for name, entry in entries:
+            key = start + name
+            if name.endswith("/"):
+                inside = key.startswith(prefix) or prefix.startswith(key)
+                if inside and (key > after or after.startswith(key)):
+                    yield from self._walk(key[:-1], prefix, after)
+            elif key.startswith(prefix) and key > after and is_key(key):
+                with self._errors("list", key):
+                    found = _stat(entry)
+                if found is not None:
+                    yield ObjectInfo(key, found.st_size, found.st_mtime)
+
+    @contextmanager
+    def _errors(self, verb: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _store_error(error, f"cannot {verb} {key or 'objects'} in {self._root}", key) from error
+
+    @contextmanager
+    def _absence(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except _ABSENT as error:
+            raise NotFoundError(f"there is no {key} in {self._root}", key=key) from error
+
+
+def _store_error(error: OSError, what: str, key: str) -> StoreError:
+    code = 0 if error.errno is None else error.errno
+    transient = code in _TRANSIENT
+    otherwise = "try again" if transient else "look into the system's log; check the disk and the mount"
+    hint = _HINTS.get(code, otherwise)
+    return StoreError(f"{what}: {error.strerror}", transient=transient, hint=hint, key=key)
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder, with all that are missing above it, and wait until its name is on disk."""
+    made = not path.is_dir()
+    if made:
+        if not path.parent.is_dir():
+            _make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+    try:
+        sync_folder(path.parent)
+    except PermissionError:
+        # A folder that was given to us, below one that we cannot read.
+        if made:
+            raise
+
+
+def _remove_leftovers(folder: Path) -> None:
+    now = time.time()
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if _LEFTOVER.fullmatch(entry.name) is not None and now - entry.stat().st_mtime > LEFTOVER_AGE_S:
+                os.unlink(entry.path)
+
+
+def _entries(folder: Path) -> list[tuple[str, os.DirEntry[str]]]:
+    """What is in a folder and not hidden, sorted; the names of folders end with a slash."""
+    try:
+        with os.scandir(folder) as entries:
+            shown = [entry for entry in entries if not entry.name.startswith(".")]
+            return sorted(((f"{e.name}/" if e.is_dir() else e.name, e) for e in shown), key=lambda pair: pair[0])
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """None if the file has been deleted since its folder was read."""
+    try:
+        return entry.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _read(fd: int, offset: int, length: int) -> bytes:
+    """`length` bytes, or fewer if the file ends: files are replaced, never cut."""
+    parts, left = [], length
+    while left:
+        # Linux reads at most 2 GiB at once.
+        part = os.pread(fd, left, offset + length - left)
+        if not part:
+            break
+        parts.append(part)
+        left -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

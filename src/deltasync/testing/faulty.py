@@ -1,0 +1,172 @@
+"""A store that fails on purpose: at the operation that a plan names, before it or after it, always the same way.
+
+    store = FaultyStore(MyStore(...), at(7, Fault("lose")))
+
+Operations are counted from 1 in the order in which they begin. `store.operations` has all of them, so that one run
+without faults tells how many there are, and a loop over their numbers puts a fault at each.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from deltasync.errors import StoreError
+from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store
+
+Verb = Literal["put", "create", "get", "get_range", "list", "delete"]
+Kind = Literal["refuse", "cut", "lose", "delay", "flip", "crash_before", "crash_after"]
+
+_T = TypeVar("_T")
+
+
+class Crash(BaseException):
+    """The process dies here. No handler of errors sees it, and the store answers nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong with one operation.
+
+    `refuse`: it does not happen, and the caller gets a StoreError. `cut`: the same, half way through the transfer; a
+    put is whole or nothing, so that nothing is to be seen of it. `lose`: it happens, but the answer gets lost: again a
+    StoreError. `delay`: it happens `delay_s` later. `flip`: one bit of what is read is another. `crash_before` and
+    `crash_after`: the process dies, and the operation has not, or has, happened.
+    """
+
+    kind: Kind
+    transient: bool = True
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call of a store. `key` is the prefix for a list."""
+
+    number: int
+    verb: Verb
+    key: str
+
+
+Plan = Callable[[Operation], Fault | None]
+"""Which operations fail, and how. Called once for each, from several threads."""
+
+
+def never(operation: Operation) -> None:
+    """A plan without faults: the store only counts."""
+
+
+def at(number: int, fault: Fault) -> Plan:
+    """A plan of one fault, at the operation of that number."""
+    return lambda operation: fault if operation.number == number else None
+
+
+def at_random(rate: float, faults: Sequence[Fault], *, seed: int) -> Plan:
+    """A plan where an operation fails with the probability `rate`, by one of `faults`. The same for the same seed."""
+
+    def plan(operation: Operation) -> Fault | None:
+        # By number, and not from one sequence: threads must not change who draws what.
+        rng = random.Random(f"{seed}:{operation.number}")
+        return rng.choice(faults) if rng.random() < rate else None
+
+    return plan
+
+
+class FaultyStore:
+    """Any store, with the faults of a plan. `operations` has all calls so far; `close` is none."""
+
+    def __init__(self, store: Store, plan: Plan = never, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.operations: list[Operation] = []
+        self._store = store
+        self._plan = plan
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._is_dead = False
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._store.capabilities
+
+    def put(self, key: str, data: Data) -> None:
+        self._do("put", key, lambda: self._store.put(key, data))
+
+    def create(self, key: str, data: Data) -> bool:
+        return self._do("create", key, lambda: self._store.create(key, data))
+
+    def get(self, key: str) -> bytes:
+        return self._do("get", key, lambda: self._store.get(key), damage=_flipped)
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        return self._do("get_range", key, lambda: self._store.get_range(key, offset, length), damage=_flipped)
+
+    def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
+        # All of it at once, so that it is one operation with a before and an after.
+        return iter(self._do("list", prefix, lambda: [*self._store.list(prefix, after=after)]))
+
+    def delete(self, key: str) -> None:
+        self._do("delete", key, lambda: self._store.delete(key))
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _do(
+        self, verb: Verb, key: str, act: Callable[[], _T], *, damage: Callable[[_T, Operation], _T] | None = None
+    ) -> _T:
+        operation = self._begin(verb, key)
+        fault = self._plan(operation)
+        if fault is None:
+            return act()
+        if fault.kind == "crash_before":
+            raise self._death(operation)
+        if fault.kind in ("refuse", "cut"):
+            raise _error(operation, fault)
+        if fault.kind == "delay":
+            self._sleep(fault.delay_s)
+        try:
+            result = act()
+        finally:
+            # An error of the store is an answer as well: it gets lost like any other.
+            if fault.kind == "crash_after":
+                raise self._death(operation)
+            if fault.kind == "lose":
+                raise _error(operation, fault)
+        return damage(result, operation) if fault.kind == "flip" and damage is not None else result
+
+    def _begin(self, verb: Verb, key: str) -> Operation:
+        with self._lock:
+            if self._is_dead:
+                raise Crash("the process is dead")
+            operation = Operation(len(self.operations) + 1, verb, key)
+            self.operations.append(operation)
+            return operation
+
+    def _death(self, operation: Operation) -> Crash:
+        with self._lock:
+            self._is_dead = True
+        return Crash(f"at operation {operation.number}: {operation.verb} {operation.key}")
+
+
+def _error(operation: Operation, fault: Fault) -> StoreError:
+    told = {"refuse": "was refused", "cut": "was cut off half way", "lose": "gave no answer"}[fault.kind]
+    return StoreError(
+        f"operation {operation.number}, {operation.verb} {operation.key}, {told}",
+        transient=fault.transient,
+        hint="a fault that was asked for: try again" if fault.transient else "a fault that was asked for",
+        key=operation.key,
+    )
+
+
+def _flipped(data: bytes, operation: Operation) -> bytes:
+    """One bit changed, at a place that depends on the number alone."""
+    if not data:
+        return data
+    place = random.Random(operation.number).randrange(8 * len(data))
+    damaged = bytearray(data)
+    damaged[place // 8] ^= 1 << place % 8
+    return bytes(damaged)

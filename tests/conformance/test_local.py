@@ -1,0 +1,316 @@
+"""A folder as a store: what is on disk when, what is left behind, and what the file system can refuse."""
+
+import errno
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deltasync.errors import NotFoundError, StoreError
+from deltasync.store import claiming
+from deltasync.store.local import LEFTOVER_AGE_S, LocalStore
+
+NOBODY = 65534
+VERBS = ("put", "create")
+
+
+def names_below(folder: Path) -> list[str]:
+    """All files, hidden ones too."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def raiser(code: int) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+class Recorder:
+    """What is asked of the file system, in order: which file or folder is synced, and when a name is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, str]] = []
+        fsync, replace, link = os.fsync, os.replace, os.link
+
+        def record_fsync(fd: int) -> None:
+            self.calls.append(("sync", self.label(os.readlink(f"/proc/self/fd/{fd}"))))
+            fsync(fd)
+
+        def record_replace(source: Path, target: Path) -> None:
+            self.calls.append(("name", self.label(target)))
+            replace(source, target)
+
+        def record_link(source: Path, target: Path) -> None:
+            self.calls.append(("name", self.label(target)))
+            link(source, target)
+
+        monkeypatch.setattr(os, "fsync", record_fsync)
+        monkeypatch.setattr(os, "replace", record_replace)
+        monkeypatch.setattr(os, "link", record_link)
+
+    @staticmethod
+    def label(path: str | Path) -> str:
+        name = Path(path).name
+        return "temporary" if name.startswith(".") else name
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_can_be_seen_is_on_disk(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    store = LocalStore(tmp_path / "new" / "root")
+    getattr(store, verb)("folder/key", b"1")
+    # The chain of new folders first, each in the one above it; then the content, the name, and the name on disk.
+    chain = [("sync", tmp_path.name), ("sync", "new"), ("sync", "root")]
+    each = [("sync", "temporary"), ("name", "key"), ("sync", "folder")]
+    assert [call for call in recorder.calls if call in chain + each] == chain + each
+    recorder.calls.clear()
+    store.put("folder/key", b"2")
+    assert recorder.calls == each
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_folders_of_other_writers_are_synced_too(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "root" / "folder").mkdir(parents=True)
+    recorder = Recorder(monkeypatch)
+    getattr(LocalStore(tmp_path / "root"), verb)("folder/key", b"1")
+    assert recorder.calls[:2] == [("sync", tmp_path.name), ("sync", "root")]
+
+
+def test_a_refused_create_syncs_what_it_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.put("folder/key", b"1")
+    recorder = Recorder(monkeypatch)
+    assert store.create("folder/key", b"2") is False
+    assert recorder.calls[-1] == ("sync", "folder")
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "root")
+    store.put("folder/key", b"1")
+    (tmp_path / "root" / "folder" / "key").unlink()
+    (tmp_path / "root" / "folder").rmdir()
+    (tmp_path / "root").rmdir()
+    assert list(store.list()) == []
+    assert store.create("folder/key", b"2") is True
+    assert store.get("folder/key") == b"2"
+
+
+@pytest.mark.parametrize(
+    ("verb", "call"), [("put", "fsync"), ("put", "replace"), ("create", "fsync"), ("create", "link")]
+)
+def test_a_failure_leaves_what_was_there(verb: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.put("folder/old", b"old")
+    before = names_below(tmp_path)
+    monkeypatch.setattr(os, call, raiser(errno.EIO))
+    with pytest.raises(StoreError) as caught:
+        getattr(store, verb)("folder/old" if verb == "put" else "folder/new", b"new")
+    monkeypatch.undo()
+    assert not caught.value.transient
+    assert "disk" in (caught.value.hint or "")
+    assert names_below(tmp_path) == before
+    assert store.get("folder/old") == b"old"
+
+
+def test_a_lost_reply_to_a_link_is_no_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def link_and_ask_again(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_and_ask_again)
+    store = LocalStore(tmp_path)
+    assert store.create("key", b"1") is True
+    assert store.create("key", b"1") is False
+    assert names_below(tmp_path) == ["key"]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
+def test_without_hard_links_a_rename_that_refuses_to_replace(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", raiser(code))
+    store = LocalStore(tmp_path)
+    won: list[int] = []
+    barrier = threading.Barrier(8)
+
+    def race(racer: int) -> None:
+        barrier.wait()
+        if store.create("key", str(racer).encode()):
+            won.append(racer)
+
+    threads = [threading.Thread(target=race, args=[racer]) for racer in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [store.get("key")] == [str(racer).encode() for racer in won]
+    assert names_below(tmp_path) == ["key"]
+
+
+def test_with_neither_a_create_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", raiser(errno.EPERM))
+    monkeypatch.setattr(claiming, "_RENAME_NOREPLACE", 1 << 20)
+    with pytest.raises(StoreError, match="neither hard links nor exclusive renames"):
+        LocalStore(tmp_path).create("key", b"1")
+    assert names_below(tmp_path) == []
+
+
+def test_leftovers_of_killed_writers(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    old, young, foreign = ".key.0123456789ab.tmp", ".key.ba9876543210.tmp", ".nfs0001"
+    for name in (old, young, foreign):
+        (folder / name).write_bytes(b"half")
+        age_s = 60.0 if name == young else LEFTOVER_AGE_S + 60
+        os.utime(folder / name, (time.time() - age_s,) * 2)
+    store = LocalStore(tmp_path)
+    assert list(store.list()) == []
+    store.put("folder/key", b"1")
+    assert [info.key for info in store.list()] == ["folder/key"]
+    assert names_below(folder) == sorted([young, foreign, "key"])
+
+
+def test_strange_files_are_not_listed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a/key", b"1")
+    for name in ("a b", "ä", "a/x y", ".DS_Store", "a/~", "lost+found"):
+        (tmp_path / name).write_bytes(b"")
+    assert [info.key for info in store.list()] == ["a/key"]
+
+
+def test_a_file_deleted_during_a_listing_is_passed_over(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for key in ("a", "b", "c"):
+        store.put(key, b"1")
+    listing = store.list()
+    assert next(listing).key == "a"
+    store.delete("b")
+    assert [info.key for info in listing] == ["c"]
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """A small file system in memory."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a file system here: {done.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_disk_full(verb: str, tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "size=1m") as root:
+        store = LocalStore(root / "store")
+        store.put("folder/old", b"old")
+        with pytest.raises(StoreError, match="No space left") as caught:
+            getattr(store, verb)("folder/new", bytes(2_000_000))
+        assert not caught.value.transient
+        assert "free some space" in (caught.value.hint or "")
+        assert names_below(root) == ["store/folder/old"]
+        assert store.get("folder/old") == b"old"
+        getattr(store, verb)("folder/new", bytes(1000))
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "delete"])
+def test_read_only(verb: str, tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "size=1m") as root:
+        store = LocalStore(root / "store")
+        store.put("folder/old", b"old")
+        subprocess.run(["mount", "-o", "remount,ro", root], check=True)
+        for reader in (store, LocalStore(root / "store")):
+            with pytest.raises(StoreError, match="read-only") as caught:
+                getattr(reader, verb)("folder/old", *([b"new"] if verb != "delete" else []))
+            assert not caught.value.transient
+            assert reader.get("folder/old") == b"old"
+        with pytest.raises(StoreError, match="read-only"):
+            LocalStore(root / "other").put("key", b"1")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which only root can")
+def test_no_permission() -> None:
+    # Not below tmp_path, which others cannot enter.
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        check_no_permission(Path(name) / "store")
+
+
+def check_no_permission(root: Path) -> None:
+    store = LocalStore(root)
+    store.put("folder/old", b"old")
+    store.put("secret/old", b"old")
+    (root / "secret").chmod(0o700)
+    calls = [
+        lambda: store.put("folder/old", b"new"),
+        lambda: store.create("folder/new", b"new"),
+        lambda: LocalStore(root).create("other/new", b"new"),
+        lambda: store.delete("folder/old"),
+        lambda: store.get("secret/old"),
+        lambda: list(store.list("secret/")),
+    ]
+    os.seteuid(NOBODY)
+    try:
+        assert store.get("folder/old") == b"old"
+        for call in calls:
+            with pytest.raises(StoreError, match="Permission denied") as caught:
+                call()
+            assert not caught.value.transient
+            assert "owner" in (caught.value.hint or "")
+    finally:
+        os.seteuid(0)
+    assert names_below(root) == ["folder/old", "secret/old"]
+
+
+def test_something_else_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    store = LocalStore(tmp_path)
+    store.put("folder/key", b"1")
+    for call in (
+        lambda: LocalStore(tmp_path / "file").put("key", b"1"),
+        lambda: LocalStore(tmp_path / "file" / "store").create("key", b"1"),
+        lambda: store.put("folder/key/below", b"1"),
+        lambda: store.put("folder", b"1"),
+    ):
+        with pytest.raises(StoreError, match="another place") as caught:
+            call()
+        assert not caught.value.transient
+    assert store.create("folder", b"1") is False
+    for key in ("folder", "file/below", "folder/key/below"):
+        with pytest.raises(NotFoundError):
+            store.get(key)
+        store.delete(key)
+    assert [info.key for info in store.list()] == ["file", "folder/key"]
+    assert list(LocalStore(tmp_path / "file").list()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "transient"), [(errno.ESTALE, True), (errno.ETIMEDOUT, True), (errno.EIO, False), (errno.EDQUOT, False)]
+)
+def test_errors_of_the_file_system(code: int, transient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.put("folder/key", b"1")
+    monkeypatch.setattr(os, "fsync", raiser(code))
+    monkeypatch.setattr(os, "pread", raiser(code))
+    monkeypatch.setattr(os, "scandir", raiser(code))
+    for call in (
+        lambda: store.put("folder/key", b"2"),
+        lambda: store.get_range("folder/key", 0, 1),
+        lambda: list(store.list()),
+    ):
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert caught.value.transient is transient
+        assert os.strerror(code) in str(caught.value)
+        assert caught.value.hint

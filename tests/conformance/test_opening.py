@@ -1,0 +1,165 @@
+"""What users write to name a store, and keys that every store refuses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deltasync.errors import InvalidInputError
+from deltasync.store.checks import KEY_CHARS_MAX, is_key
+from deltasync.store.local import LocalStore
+from deltasync.store.memory import MemoryStore
+from deltasync.store.opening import open_store
+
+S3 = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-value"}
+AZURE = {"AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_ACCOUNT_KEY": "c2VjcmV0LXZhbHVl"}
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "shown"),
+    [
+        ("s3://bucket", S3, "s3://bucket"),
+        ("s3://bucket/", S3, "s3://bucket"),
+        ("S3://Bucket/Run 1//x/", S3, "s3://Bucket/Run 1/x"),
+        ("s3a://bucket/a/b", S3, "s3a://bucket/a/b"),
+        ("gs://bucket/a", {"GOOGLE_SKIP_SIGNATURE": "true"}, "gs://bucket/a"),
+        ("az://container/a", AZURE, "az://container/a"),
+        ("azure://container/a", AZURE, "azure://container/a"),
+        ("abfss://container@account.dfs.core.windows.net/a", AZURE, "abfss://container@account.dfs.core.windows.net/a"),
+        ("memory://", {}, "memory://"),
+        ("memory://name", {}, "memory://name"),
+        ("file:///some/folder", {}, "file:///some/folder"),
+        ("file://localhost/some/fo%20lder", {}, "file:///some/fo%20lder"),
+        ("/some/folder", {}, "file:///some/folder"),
+    ],
+)
+def test_urls(url: str, environment: dict[str, str], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert open_store(url).url == shown
+
+
+def test_plain_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("a/b", "./a/b", Path("a/b"), "~/a/b", tmp_path / "a" / "b"):
+        store = open_store(path)
+        assert isinstance(store, LocalStore)
+        assert store.url == (tmp_path / "a" / "b").as_uri()
+    assert not (tmp_path / "a").exists()
+
+
+def test_memory_stores_have_names() -> None:
+    first, same, other, anonymous = (open_store(f"memory://{name}") for name in ("test-x", "test-x", "test-y", ""))
+    first.put("key", b"1")
+    assert same.get("key") == b"1"
+    assert list(other.list()) == list(anonymous.list()) == list(MemoryStore().list()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("ftp://host/x", "ftp:// is not a kind of store"),
+        ("http://host/x", "s3://bucket/prefix"),
+        ("", "has no name"),
+        ("  ", "has no name"),
+        ("file://host/x", "names no absolute path"),
+        ("file://x", "names no absolute path"),
+        ("file:///x?y", "names no absolute path"),
+        ("s3://", "names no bucket"),
+        ("s3:///prefix", "names no bucket"),
+        ("s3://bucket/../other", "names no bucket"),
+        ("az://container", "Account must be specified"),
+        ("hf://models/a/b", "hf://buckets/namespace/name/prefix"),
+        ("hf://buckets/a", "hf://buckets/namespace/name/prefix"),
+    ],
+)
+def test_what_names_no_store(url: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in S3.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidInputError) as caught:
+        list(open_store(url).list())
+    assert said in str(caught.value)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("url", ["s3://key:secret-value@bucket/x", "s3://bucket/x?X-Amz-Signature=secret-value"])
+def test_a_secret_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        open_store(url)
+    assert "secret-value" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "environment"),
+    [
+        ("az://container/x", {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": "secret-value!"}),
+        ("az://container/x", {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_SAS_KEY": "secret-value"}),
+        ("gs://bucket/x", {"GOOGLE_SERVICE_ACCOUNT_KEY": "secret-value"}),
+        ("gs://bucket/x", {"GOOGLE_SERVICE_ACCOUNT": "/no/such/file"}),
+        ("s3://bucket/x", {"AWS_ACCESS_KEY_ID": "secret-value"}),
+        ("s3://bucket/x", {**S3, "AWS_CA_BUNDLE": "/dev/null"}),
+        ("s3://bucket/x", {**S3, "AWS_SKIP_SIGNATURE": "perhaps"}),
+        ("s3://bucket/x", {**S3, "AWS_ENDPOINT_URL": "127.0.0.1:9000"}),
+    ],
+)
+def test_settings_that_make_no_sense(url: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidInputError) as caught:
+        open_store(url)
+    assert caught.value.hint
+    assert "secret-value" not in str(caught.value)
+
+
+def test_feeds_in_folders_need_no_client_of_a_cloud() -> None:
+    code = "import sys, deltasync.store.opening; sys.exit('obstore' in sys.modules or 'huggingface_hub' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+GOOD_KEYS = ["a", "a/b", "a.b", "a..b", "-", "_", "A-Z_0.9/x", "n" * 200, "/".join(["x" * 63] * 8)]
+BAD_KEYS = [
+    "", "/", "/a", "a/", "a//b", ".", "..", "a/..", "../a", "a/../b", ".hidden", "a/.hidden", "a.", "a./b", "a b",
+    "a\\b", "ä", "a\n", "a\0b", "a%2fb", "a?b", "a#b", "C:", "n" * 201, "x/" * 256 + "x",
+]  # fmt: skip
+
+
+def test_keys() -> None:
+    assert [key for key in GOOD_KEYS if not is_key(key)] == []
+    assert [key for key in BAD_KEYS if is_key(key)] == []
+    assert max(len(key) for key in GOOD_KEYS) <= KEY_CHARS_MAX
+
+
+@pytest.mark.parametrize("key", BAD_KEYS)
+def test_bad_keys_are_refused_by_every_verb(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in S3.items():
+        monkeypatch.setenv(name, value)
+    for store in (LocalStore(tmp_path / "store"), MemoryStore(), open_store("s3://bucket/prefix")):
+        for call in (
+            lambda s: s.put(key, b""),
+            lambda s: s.create(key, b""),
+            lambda s: s.get(key),
+            lambda s: s.get_range(key, 0, 1),
+            lambda s: s.delete(key),
+        ):
+            with pytest.raises(InvalidInputError):
+                call(store)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, -1)])
+def test_ranges_are_not_negative(offset: int, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in S3.items():
+        monkeypatch.setenv(name, value)
+    for store in (LocalStore(tmp_path), MemoryStore(), open_store("s3://bucket/prefix")):
+        with pytest.raises(InvalidInputError):
+            store.get_range("key", offset, length)
+
+
+@pytest.mark.parametrize("prefix", ["..", "../", "/", "a//", ".", "a/.", "a b"])
+def test_bad_prefixes_are_refused(prefix: str, tmp_path: Path) -> None:
+    for store in (LocalStore(tmp_path / "store"), MemoryStore()):
+        for call in (lambda s: s.list(prefix), lambda s: s.list(after=prefix)):
+            with pytest.raises(InvalidInputError):
+                call(store)

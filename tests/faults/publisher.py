@@ -1,0 +1,47 @@
+"""A publisher to be killed: `python publisher.py URL [--no-sync]`.
+
+For each line on its input it starts one process more (a fork, so that the imports are paid for once), which publishes
+version after version until somebody kills it. The output tells "pid N", then the number of each version whose
+publication has returned, then "killed" or "failed". Weights number n are version n; every fifth has an anchor.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from helpers import write_sharded
+from known import nth
+
+from deltasync.log.log import Log
+from deltasync.publish import PublishOptions, publish_checkpoint
+from deltasync.store.opening import open_store
+
+
+def publish_for_ever(url: str) -> None:
+    store = open_store(url)
+    head = Log(store).head()
+    version = 0 if head is None else head.version + 1
+    while True:
+        with tempfile.TemporaryDirectory() as folder:
+            write_sharded(Path(folder), nth(version))
+            options = PublishOptions(step=version, anchor=version % 5 == 4, threads=1)
+            found = publish_checkpoint(store, folder, options)
+        assert found.version == version
+        tell(str(version))
+        version += 1
+
+
+def tell(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+if __name__ == "__main__":
+    if "--no-sync" in sys.argv:
+        os.fsync = lambda fd: None
+    while sys.stdin.readline():
+        pid = os.fork()
+        if pid == 0:
+            publish_for_ever(sys.argv[1])
+        tell(f"pid {pid}")
+        tell("killed" if os.WIFSIGNALED(os.waitpid(pid, 0)[1]) else "failed")

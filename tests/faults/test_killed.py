@@ -1,0 +1,51 @@
+"""kill -9 while publishing, 50 times at random points: nothing that was committed is lost, and the next one goes on."""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import servers
+from known import head_of, nth, require_clean, require_exact
+from running import publishing
+
+from deltasync.log.log import Log
+from deltasync.store.opening import open_store
+
+pytestmark = pytest.mark.e2e
+
+KILLS = 50
+
+
+@pytest.fixture(params=["file", "seaweed"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "file":
+        yield (tmp_path / "feed").as_uri()
+        return
+    with servers.seaweed() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        yield server.url("killed")
+
+
+def test_killed_again_and_again(url: str, tmp_path: Path) -> None:
+    rng = random.Random(1)
+    store = open_store(url)
+    head, midway = -1, 0
+    with publishing(url, tmp_path / "output") as publisher:
+        for _ in range(KILLS):
+            pid = publisher.start()
+            if rng.random() < 0.7:
+                publisher.await_version(head + 1 + rng.randrange(2))
+            time.sleep(rng.uniform(0.0, 0.06))
+            publisher.kill(pid)
+            found = require_clean(store)
+            assert found.restorable == tuple(range(head_of(store) + 1))
+            assert head_of(store) >= max(head, publisher.committed()), "a committed version is gone"
+            midway += head_of(store) > publisher.committed() or found.orphans > 0
+            head = head_of(store)
+    assert head > KILLS / 2
+    assert midway > 0, "no kill ever met a publication under way"
+    require_exact(store, {version: nth(version) for version in range(head + 1)})
+    assert [Log(store).read(version).step for version in range(head + 1)] == list(range(head + 1))

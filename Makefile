@@ -9,7 +9,7 @@ FUZZ_SECONDS ?= 60
 .PHONY: demo test test-e2e lint install bench bench-codec bench-store fuzz format clean
 
 demo: install
-	$(BIN)/python examples/two_checkpoints.py
+	$(BIN)/python examples/feed.py
 
 test: install
 	$(BIN)/python -m pytest -n 2 -m "not e2e"

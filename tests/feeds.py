@@ -53,6 +53,11 @@ class SpyStore(MemoryStore):
         self.calls.append(("delete", key))
         super().delete(key)
 
+    def age(self, key: str, modified_unix_s: float) -> None:
+        """Let an object have been put at another time."""
+        with self._lock:
+            self._objects[key] = (self._objects[key][0], modified_unix_s)
+
     def took(self) -> "Sequence[tuple[str, str]]":
         """The calls since the last time this was asked."""
         calls, self.calls = self.calls, []

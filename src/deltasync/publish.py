@@ -21,38 +21,32 @@ from deltasync.replay import load
 from deltasync.store.protocol import Store
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishOptions:
-    """How a checkpoint becomes a version.
-
-    `base`: the feed is new, and every replica has this checkpoint under that name: nothing is uploaded.
-    `anchor`: add all weights, for replicas that join late; with other tensors than before, in place of a change.
-    `parent`: a checkpoint with the weights of the feed's head, which are rebuilt from the feed otherwise.
-    """
-
-    step: int | None = None
-    base: BaseRef | None = None
-    anchor: bool = False
-    parent: Path | None = None
-    require_fencing: bool = False
-    threads: int | None = None
-
-
 def publish_checkpoint(
     store: Store,
     checkpoint: str | os.PathLike[str],
-    options: PublishOptions,
     *,
+    step: int | None = None,
+    parent: str | os.PathLike[str] | None = None,
+    anchor: bool = False,
+    base: BaseRef | None = None,
+    require_fencing: bool = False,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Commit the weights of a checkpoint as the next version, and return its manifest.
 
+    `parent`: a checkpoint with the weights of the feed's head, which are rebuilt from the feed otherwise.
+    `anchor`: add all weights, for replicas that join late; with other tensors than before, in place of a change.
+    `base`: the feed is new, and every replica has this checkpoint under that name: no weights are uploaded.
+
     ConflictError if another writer was faster: nothing of theirs is touched, run it again to publish on top.
     """
     opened = open_checkpoint(checkpoint)
-    writer = Writer(store, require_fencing=options.require_fencing)
+    writer = Writer(store, require_fencing=require_fencing)
     try:
-        return _Publication(writer, writer.open(), opened, options, progress).run()
+        head = writer.open()
+        known = None if parent is None else Path(parent)
+        return _Publication(writer, head, opened, step, known, anchor, base, threads, progress).run()
     finally:
         writer.close()
 
@@ -62,24 +56,28 @@ class _Publication:
     writer: Writer
     head: Manifest | None
     checkpoint: Checkpoint
-    options: PublishOptions
+    step: int | None
+    parent: Path | None
+    anchor: bool
+    base: BaseRef | None
+    threads: int | None
     progress: Progress | None
 
     def run(self) -> Manifest:
         """Put the payloads, then commit. An anchor of the same tensors comes on top of the change, for late joiners."""
         manifest = self._manifest()
         self.writer.commit(manifest)
-        if self.options.anchor and manifest.kind == "delta":
+        if self.anchor and manifest.kind == "delta":
             anchor = self._anchor()
             self.writer.add_anchor(replace(anchor, parent=None, parent_digest=None))
         return manifest
 
     def _manifest(self) -> Manifest:
-        if self.options.base is not None:
-            return self._base(self.options.base)
+        if self.base is not None:
+            return self._base(self.base)
         if self.head is None:
             return self._anchor()
-        if self.options.anchor and self.head.layout_sha256 != self._weights.layout.sha256:
+        if self.anchor and self.head.layout_sha256 != self._weights.layout.sha256:
             return self._anchor()
         return self._delta(self.head)
 
@@ -89,12 +87,12 @@ class _Publication:
                 f"the feed is at version {self.head.version}: only its first version can be a base",
                 hint="leave out the base to publish the change",
             )
-        digest = blocks.digest(self._weights, threads=self.options.threads, on_progress=self._count("digest"))
+        digest = blocks.digest(self._weights, threads=self.threads, on_progress=self._count("digest"))
         return self._new("base", digest, base=base)
 
     def _anchor(self) -> Manifest:
         refs, digest = put_anchor(
-            self.writer, self._weights, self._version, threads=self.options.threads, progress=self.progress
+            self.writer, self._weights, self._version, threads=self.threads, progress=self.progress
         )
         return self._new("anchor", digest, payloads=refs)
 
@@ -106,7 +104,7 @@ class _Publication:
         except MismatchError as error:
             hint = "publish it as an anchor (`--anchor`) if the model is meant to change"
             raise MismatchError(error.message, rule=error.rule, hint=hint) from error
-        found = blocks.encode_delta(old, new, threads=self.options.threads, on_progress=self._count("encode"))
+        found = blocks.encode_delta(old, new, threads=self.threads, on_progress=self._count("encode"))
         digest = sum((block.digest for block in found), head.digest)
         refs: tuple[PayloadRef, ...] = ()
         if found:
@@ -115,13 +113,13 @@ class _Publication:
         return self._new("delta", digest, payloads=refs, changed=sum(block.changed for block in found))
 
     def _parent(self, head: Manifest) -> Weights:
-        if self.options.parent is None:
-            return load(self.writer.log, head, threads=self.options.threads, progress=self.progress)
-        weights = open_checkpoint(self.options.parent).weights
-        found = blocks.digest(weights, threads=self.options.threads, on_progress=self._count("parent"))
+        if self.parent is None:
+            return load(self.writer.log, head, threads=self.threads, progress=self.progress)
+        weights = open_checkpoint(self.parent).weights
+        found = blocks.digest(weights, threads=self.threads, on_progress=self._count("parent"))
         if found != head.digest:
             raise MismatchError(
-                f"{self.options.parent} has the digest {found}, version {head.version} has {head.digest}",
+                f"{self.parent} has the digest {found}, version {head.version} has {head.digest}",
                 rule="publish.parent",
                 version=head.version,
                 hint="give the checkpoint that was published last, or leave it out: then the feed is read",
@@ -143,7 +141,7 @@ class _Publication:
             version=self._version,
             parent=None if self.head is None else self.head.version,
             parent_digest=None if self.head is None else self.head.digest,
-            step=self.options.step,
+            step=self.step,
             layout_sha256=layout.sha256,
             digest=digest,
             elements=layout.elements,

@@ -3,9 +3,11 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import servers
+from hub import Hub, hub
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +55,18 @@ def azurite(azurite_server: servers.Server, monkeypatch: pytest.MonkeyPatch) -> 
 def rclone(rclone_server: servers.Server, monkeypatch: pytest.MonkeyPatch) -> servers.Server:
     """With its environment set."""
     return _entered(rclone_server, monkeypatch)
+
+
+@pytest.fixture
+def standin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with hub() as running:
+        for name, value in running.environment().items():
+            monkeypatch.setenv(name, value)
+        # Read when the client was imported: a token that this machine has saved stays out of the tests.
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        # The client waits at least a second between two tries.
+        monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda _: None))
+        yield running
 
 
 def _entered(server: servers.Server, monkeypatch: pytest.MonkeyPatch) -> servers.Server:

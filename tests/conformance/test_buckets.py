@@ -4,14 +4,12 @@ import random
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from hub import PAGE_ENTRIES, Hub, hub
+from hub import PAGE_ENTRIES, Hub
 
 from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError, StoreError
 from deltasync.store.buckets import BucketStore
@@ -29,18 +27,6 @@ CALLS = {"put": PUT, "get": GET, "get_range": GET_RANGE, "list": LIST, "delete":
 
 NOISE = random.Random(0).randbytes(700_000) + bytes(300_000)
 """Several chunks, some that compress."""
-
-
-@pytest.fixture
-def standin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    with hub() as running:
-        for name, value in running.environment().items():
-            monkeypatch.setenv(name, value)
-        # Read when the client was imported: a token that this machine has saved stays out of the tests.
-        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        # The client waits at least a second between two tries.
-        monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda _: None))
-        yield running
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from deltasync.format.weights import Weights
 from deltasync.log.log import Log
 from deltasync.log.planning import plan
 from deltasync.log.writer import Writer
-from deltasync.publish import PublishOptions, publish_checkpoint
+from deltasync.publish import publish_checkpoint
 from deltasync.replay import load, replay
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Capabilities, Data, Store
@@ -66,7 +66,7 @@ def publish(store: Store, n: int, make: Callable[[int], State] = nth, **options:
     """Weights number `n` as the next version; `base=True` names them instead."""
     if options.pop("base", False):
         options["base"] = BaseRef(str(checkpoint(n, make)))
-    return publish_checkpoint(store, checkpoint(n, make), PublishOptions(step=n, threads=1, **options))
+    return publish_checkpoint(store, checkpoint(n, make), step=n, threads=1, **options)
 
 
 def copy_of(store: Store, kind: type[MemoryStore] = MemoryStore) -> MemoryStore:

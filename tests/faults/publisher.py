@@ -14,7 +14,7 @@ from helpers import write_sharded
 from known import nth
 
 from deltasync.log.log import Log
-from deltasync.publish import PublishOptions, publish_checkpoint
+from deltasync.publish import publish_checkpoint
 from deltasync.store.opening import open_store
 
 
@@ -25,8 +25,7 @@ def publish_for_ever(url: str) -> None:
     while True:
         with tempfile.TemporaryDirectory() as folder:
             write_sharded(Path(folder), nth(version))
-            options = PublishOptions(step=version, anchor=version % 5 == 4, threads=1)
-            found = publish_checkpoint(store, folder, options)
+            found = publish_checkpoint(store, folder, step=version, anchor=version % 5 == 4, threads=1)
         assert found.version == version
         tell(str(version))
         version += 1

@@ -50,7 +50,7 @@ class Publisher:
     def _await(self, begin: str, count: int) -> str:
         """The line number `count` of those that begin so."""
         deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline and "failed" not in self._lines():
+        while time.monotonic() < deadline and "failed" not in self._lines() and self._process.poll() is None:
             found = [line for line in self._lines() if line == begin or (begin[-1] == " " and line.startswith(begin))]
             if len(found) >= count:
                 return found[count - 1]

@@ -28,7 +28,7 @@ from deltasync.format.weights import Weights
 from deltasync.log.log import Log
 from deltasync.log.planning import plan
 from deltasync.prune import LIVE_S, plan_prune, prune
-from deltasync.publish import PublishOptions, publish_checkpoint
+from deltasync.publish import publish_checkpoint
 from deltasync.replay import replay
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
@@ -158,7 +158,7 @@ def test_an_orphan_that_is_committed_between_plan_and_delete(moment: int | None,
     (restarted / "notes.txt").write_text("a file that version 0 does not have")
 
     def publish_again(target: Store) -> None:
-        publish_checkpoint(target, restarted, PublishOptions(step=1))
+        publish_checkpoint(target, restarted, step=1)
 
     leave_orphans(store, publish_again)
     for path in (tmp_path / "feed" / "payloads").iterdir():

@@ -1,5 +1,5 @@
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pytest
 from feeds import NOW_UNIX_S, Feed, SpyStore, flip, paper, same_weights, store_of
@@ -8,7 +8,7 @@ from deltasync.errors import CorruptError, InvalidInputError
 from deltasync.format import keys
 from deltasync.format.companions import write_files
 from deltasync.format.manifest import Manifest
-from deltasync.format.records import Heartbeat
+from deltasync.format.records import FloorRecord, Heartbeat
 from deltasync.log.log import Log
 from deltasync.log.writer import Writer
 from deltasync.prune import LIVE_S, ORPHAN_S, Pruning, plan_prune, prune
@@ -30,7 +30,6 @@ class Case:
     floor: int
     before: int = 0
     base: bool = False
-    whole: tuple[int, ...] = field(default=())
 
 
 CASES = {
@@ -349,6 +348,30 @@ def test_orphans_get_a_day(age_s: float, goes: bool) -> None:
     prune(feed.store, found)
     assert feed.store.get("payloads/readme.txt")
     assert verify(feed.store, deep=True).orphans == int(not goes)
+
+
+def test_an_orphan_that_is_put_again_after_the_plan_stays() -> None:
+    feed = Feed.of(3)
+    refs = [feed.writer.put(text) for text in (b"comes back", b"stays away")]
+    later = time.time() + ORPHAN_S + 60
+    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1, clock=lambda: later)
+    assert found.orphans == 2
+    assert isinstance(feed.store, SpyStore)
+    feed.store.age(keys.payload_key(refs[0].sha256), later)
+    deleted: list[str] = []
+    prune(feed.store, found, on_delete=deleted.append)
+    assert deleted == [keys.payload_key(refs[1].sha256)]
+    assert feed.store.get(keys.payload_key(refs[0].sha256)) == b"comes back"
+
+
+@pytest.mark.parametrize("version", [3, 5, 10**9])
+def test_a_floor_that_somebody_made_up_deletes_nothing(version: int) -> None:
+    feed = Feed.of(6)
+    feed.store.put(keys.FLOOR, FloorRecord(version).to_bytes())
+    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+    assert found.keys == ()
+    prune(feed.store, found)
+    assert same_weights(load(feed.log, feed.log.read(5)), feed.states[5])
 
 
 def test_a_payload_that_is_named_while_it_is_planned_is_no_orphan() -> None:

@@ -21,7 +21,7 @@ from deltasync.format import keys
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.log.log import Log
 from deltasync.log.payloads import fetch_files
-from deltasync.publish import PublishOptions, publish_checkpoint
+from deltasync.publish import publish_checkpoint
 from deltasync.replay import load
 from deltasync.restore import restore
 from deltasync.verify import verify
@@ -46,7 +46,7 @@ class Place:
         new = tensors
         if new is None:
             new = changed(self.states[-1], seed=len(self.states)) if self.states else state()
-        return publish_checkpoint(self.store, self.checkpoint(new), PublishOptions(**options))
+        return publish_checkpoint(self.store, self.checkpoint(new), **options)
 
     def check(self) -> None:
         """Every version has the bits that were published, and the feed verifies."""
@@ -89,7 +89,7 @@ def test_then_deltas(place: Place) -> None:
 
 def test_one_file_is_a_checkpoint_too(place: Place) -> None:
     (place.root / "one.safetensors").write_bytes(safetensors_bytes(state()))
-    manifest = publish_checkpoint(place.store, place.root / "one.safetensors", PublishOptions())
+    manifest = publish_checkpoint(place.store, place.root / "one.safetensors")
     assert manifest.files is None
     assert manifest.digest == deltasync.state_digest(state())
 
@@ -230,7 +230,7 @@ def test_files_that_change(place: Place) -> None:
     (folder / ".cache" / "x").write_text("hidden")
     (folder / "pytorch_model.bin").write_bytes(b"stale")
     (folder / "extra.safetensors").write_bytes(b"stale")
-    second = publish_checkpoint(place.store, folder, PublishOptions())
+    second = publish_checkpoint(place.store, folder)
     assert second.files != first.files
     assert fetch_files(place.store, second) == {"config.json": b"{}", "tokenizer/vocab.txt": b"a"}
     restore(place.store, place.root / "out")
@@ -241,7 +241,7 @@ def test_files_that_change(place: Place) -> None:
 def test_a_checkpoint_without_files_keeps_those_of_the_head(place: Place) -> None:
     first = place.publish()
     (place.root / "one.safetensors").write_bytes(safetensors_bytes(changed(state())))
-    second = publish_checkpoint(place.store, place.root / "one.safetensors", PublishOptions())
+    second = publish_checkpoint(place.store, place.root / "one.safetensors")
     assert second.files == first.files is not None
 
 
@@ -266,12 +266,12 @@ def test_another_writer_was_faster(tmp_path: Path) -> None:
     place.publish()
     theirs = place.checkpoint(changed(state(), seed=50))
     mine = place.checkpoint(changed(state(), seed=60))
-    store.overtake = lambda: publish_checkpoint(store, theirs, PublishOptions())
+    store.overtake = lambda: publish_checkpoint(store, theirs)
     with pytest.raises(ConflictError) as caught:
-        publish_checkpoint(store, mine, PublishOptions())
+        publish_checkpoint(store, mine)
     assert caught.value.key == keys.version_key(1)
     assert Log(store).require_head().digest == deltasync.state_digest(theirs)
-    publish_checkpoint(store, mine, PublishOptions())
+    publish_checkpoint(store, mine)
     place.check()
 
 
@@ -283,7 +283,7 @@ def test_a_checkpoint_that_cannot_be_read_makes_no_feed(place: Place, what: str)
     if what == "damaged":
         (folder / "model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(CorruptError if what == "damaged" else NotFoundError):
-        publish_checkpoint(place.store, folder, PublishOptions())
+        publish_checkpoint(place.store, folder)
     assert place.store.took() == []
 
 
@@ -325,6 +325,6 @@ def test_progress(place: Place) -> None:
     def tell(phase: str, done: int, total: int) -> None:
         phases[phase] = (done, total)
 
-    publish_checkpoint(place.store, place.checkpoint(changed(state())), PublishOptions(anchor=True), progress=tell)
+    publish_checkpoint(place.store, place.checkpoint(changed(state())), anchor=True, progress=tell)
     assert list(phases) == ["restore", "digest", "encode", "anchor"]
     assert all(done == total for done, total in phases.values())

@@ -8,7 +8,7 @@ from deltasync.cli.options import Commands, add_json, add_threads
 from deltasync.cli.output import print_json, share_text, size_text
 from deltasync.cli.progress import bars
 from deltasync.format.manifest import BaseRef
-from deltasync.publish import PublishOptions, publish_checkpoint
+from deltasync.publish import publish_checkpoint
 
 
 def register(commands: Commands) -> None:
@@ -41,16 +41,18 @@ def register(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Commit, and say what it took."""
-    options = PublishOptions(
-        step=args.step,
-        base=None if args.base is None else base_ref(args.base),
-        anchor=args.anchor,
-        parent=args.parent,
-        require_fencing=args.require_fencing,
-        threads=args.threads,
-    )
     with feed(args.url) as store, bars() as progress:
-        m = publish_checkpoint(store, args.checkpoint, options, progress=progress)
+        m = publish_checkpoint(
+            store,
+            args.checkpoint,
+            step=args.step,
+            parent=args.parent,
+            anchor=args.anchor,
+            base=None if args.base is None else base_ref(args.base),
+            require_fencing=args.require_fencing,
+            threads=args.threads,
+            progress=progress,
+        )
     if args.json:
         print_json(manifest_json(m))
         return

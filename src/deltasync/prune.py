@@ -88,11 +88,8 @@ def _is_put_again(store: Store, key: str, since_unix_s: float) -> bool:
 
 
 def _require_readable(found: Survey) -> None:
-    unread = dict(found.damaged)
-    for version in range(0 if found.head is None else found.head):
-        if version not in found.versions and (key := keys.version_key(version)) not in unread:
-            unread[key] = NotFoundError(f"version {version} is missing")
-    for key, error in unread.items():
+    missing = {keys.version_key(v): NotFoundError(f"version {v} is missing") for v in found.missing()}
+    for key, error in {**found.damaged, **missing}.items():
         raise _damaged(f"{key} cannot be read, so what it needs is not known: {error.message}", key)
 
 

@@ -98,19 +98,16 @@ def verify(
 
 
 def _broken_links(found: Survey) -> Iterator[Damage]:
-    for version in range(0 if found.head is None else found.head + 1):
+    for version in found.missing():
         key = keys.version_key(version)
-        manifest = found.versions.get(version)
+        yield Damage(key, NotFoundError(f"version {version} is missing", rule="chain.gap", version=version, key=key))
+    for version, manifest in found.versions.items():
         before = found.versions.get(version - 1)
-        if manifest is None and key not in found.damaged:
-            yield Damage(
-                key, NotFoundError(f"version {version} is missing", rule="chain.gap", version=version, key=key)
-            )
-        elif manifest is not None and before is not None:
+        if before is not None:
             try:
                 require_follows(before, manifest)
             except CorruptError as error:
-                yield Damage(key, error)
+                yield Damage(keys.version_key(version), error)
     for edge in found.edges():
         for at, digest in ((edge.start, edge.manifest.parent_digest), (edge.end, edge.manifest.digest)):
             told = None if at is None else found.versions.get(at)
@@ -140,7 +137,7 @@ def _missing_payloads(found: Survey) -> Iterator[Damage]:
 def _report(found: Survey, damages: list[Damage], unchecked: list[str], *, deep: bool) -> Verification:
     bad = {damage.key for damage in damages}
     edges = list(found.edges())
-    every = set(range(0 if found.head is None else found.head + 1))
+    every = found.all_versions()
     good = reachable(edge for edge in edges if edge.key not in bad and found.holds(edge))
     gone = every - good
     pruned = {v for v in gone if v < found.floor}

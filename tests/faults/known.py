@@ -13,7 +13,6 @@ from helpers import State, changed, state, write_sharded
 from deltasync import blocks
 from deltasync.errors import StoreError
 from deltasync.format import keys
-from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.payload import PayloadHeader, write_payload
 from deltasync.format.weights import Weights
@@ -184,8 +183,3 @@ def add_skip(store: Store, start: int, end: int, states: Mapping[int, State]) ->
     assert manifest.digest == writer.log.read(end).digest
     writer.commit(manifest)
     return manifest
-
-
-def digest_of(wanted: State) -> StateDigest:
-    """The state digest."""
-    return blocks.digest(Weights.of(wanted), threads=1)

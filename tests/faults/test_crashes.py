@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -114,9 +115,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-@pytest.mark.parametrize("case", PUBLICATIONS.values(), ids=PUBLICATIONS.keys())
-def test_error_at_every_operation(case: Publication, fault: Fault) -> None:
+@pytest.mark.parametrize(
+    ("publication", "name"),
+    [*product(PUBLICATIONS, ["refused", "answer lost"]), ("delta and late anchor", "refused for good")],
+)
+def test_error_at_every_operation(publication: str, name: str) -> None:
+    case, fault = PUBLICATIONS[publication], FAULTS[name]
     prepared = case.prepared()
     for k in range(1, operations_of(case.run, copy_of(prepared)) + 1):
         store, states = copy_of(prepared), case.states
@@ -175,7 +179,7 @@ def test_error_at_every_operation_under_a_lease(fault: Fault) -> None:
 SOAK = [Fault("refuse"), Fault("refuse", transient=False), Fault("lose"), Fault("cut"), Fault("delay", delay_s=3.0)]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_many_faults(seed: int) -> None:
     store, states, slept = MemoryStore(), dict[int, State](), list[float]()
     for n in range(6):
@@ -216,7 +220,7 @@ def do_prune_later(store: Store) -> None:
     prune(store, plan_prune(store, keep_anchors=1, keep_versions=3, clock=lambda: later_s))
 
 
-@pytest.mark.parametrize("kind", ["crash_before", "crash_after", "lose"])
+@pytest.mark.parametrize("kind", ["crash_before", "crash_after"])
 def test_prune_interrupted_at_every_operation(kind: Any) -> None:
     full, states = feed_to_prune()
     pruned = copy_of(full)

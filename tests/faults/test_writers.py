@@ -57,6 +57,7 @@ def require_fair(store: Store, tallies: list[Tally]) -> None:
     require_exact(store, expected, [1, TOTAL // 3, TOTAL // 2, TOTAL - 1])
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("stops", [False, True], ids=["loser goes on", "loser stops"])
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_two_threads_race(kind: str, stops: bool, tmp_path: Path) -> None:
@@ -76,6 +77,7 @@ def test_two_threads_race(kind: str, stops: bool, tmp_path: Path) -> None:
         assert sorted(tally.conflicts for tally in tallies) == [0, 1]
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("policy", ["go on", "stop"])
 def test_two_processes_race(policy: str, tmp_path: Path) -> None:
     store = LocalStore(tmp_path)

@@ -158,6 +158,13 @@ def other_layout(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
     return told_by(feed, new, [feed.put_change(0, 1, parts[0]), feed.writer.put(write_payload(header, []))])
 
 
+def other_layout_of_that_size(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    other = Weights.of({"x": np.zeros(new.layout.elements, np.float32)})
+    start = blocks.digest(feed.states[0])
+    header = PayloadHeader("delta", other.layout, start, start, 1)
+    return told_by(feed, new, [feed.put_change(0, 1, parts[0]), feed.writer.put(write_payload(header, []))])
+
+
 def not_a_payload(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
     return told_by(feed, new, [feed.put_change(0, 1, parts[0]), feed.writer.put(write_files({"a": b"b"}))])
 
@@ -197,6 +204,7 @@ WRONG: list[tuple[Build, type[DeltasyncError], str | None]] = [
     (other_version, CorruptError, "manifest.payload_version"),
     (other_kind, CorruptError, "manifest.payload_kind"),
     (other_layout, CorruptError, "manifest.layout"),
+    (other_layout_of_that_size, CorruptError, "manifest.layout"),
     (not_a_payload, FormatError, "payload.kind"),
     (gone, NotFoundError, None),
     (cut, CorruptError, "payload.size"),

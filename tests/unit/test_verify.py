@@ -359,3 +359,15 @@ def test_a_damage_is_an_error_of_the_tree() -> None:
     (damage,) = verify(feed.store).damages
     assert isinstance(damage.error, CorruptError)
     assert damage.to_json()["kind"] == "corrupt"
+
+
+def test_a_version_far_away_is_no_endless_walk() -> None:
+    """A stray manifest makes a gap of any length: it is told, and takes no time or memory."""
+    feed = Feed.of(3)
+    stray = replace(feed.log.read(2), version=2**62, parent=2**62 - 1)
+    feed.store.put(keys.version_key(2**62), stray.to_bytes())
+    found = verify(feed.store)
+    assert {d.error.rule for d in found.damages} == {"chain.gap"}
+    assert found.restorable == (0, 1, 2)
+    with pytest.raises(CorruptError):
+        plan_prune(feed.store, keep_anchors=1, keep_versions=1)

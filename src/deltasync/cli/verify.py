@@ -7,7 +7,7 @@ from deltasync.cli.feed import add_base, add_url, feed, ranges_text
 from deltasync.cli.options import Commands, add_json, add_threads
 from deltasync.cli.output import plain, print_json, size_text
 from deltasync.cli.progress import bars
-from deltasync.errors import CorruptError
+from deltasync.errors import CorruptError, NotFoundError
 from deltasync.verify import Verification, verify
 
 
@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> None:
     else:
         _print(found)
     sys.stdout.flush()
+    if found.head is None:
+        raise NotFoundError(f"there is no version in {args.url}", hint="is this the URL of a feed?")
     if not found.is_clean:
         count = len(found.damages)
         raise CorruptError(

@@ -80,7 +80,7 @@ def check_part(manifest: Manifest, part: Part) -> None:
         raise _wrong(manifest, f"has a payload of kind {header.kind}", "manifest.payload_kind")
     if header.layout.sha256 != manifest.layout_sha256 or header.layout.elements != manifest.elements:
         raise _wrong(manifest, "has a payload of another layout", "manifest.layout")
-    if header.version not in (None, manifest.version):
+    if header.version != manifest.version:
         raise _wrong(manifest, f"has a payload of version {header.version}", "manifest.payload_version")
     if is_change and header.parent_digest != manifest.parent_digest:
         told = f"starts from {manifest.parent_digest}, its payload from {header.parent_digest}"

@@ -11,6 +11,8 @@ from deltasync.log.planning import Edge
 from deltasync.parallel import each
 from deltasync.store.protocol import ObjectInfo
 
+_GAP_MOST = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Survey:
@@ -26,8 +28,23 @@ class Survey:
     @property
     def head(self) -> int | None:
         """The newest version, readable or not."""
+        return max(self._listed, default=None)
+
+    def all_versions(self) -> set[int]:
+        """The versions up to the head, with or without a manifest; of a gap only its beginning."""
+        return {*self._listed, *self.missing()}
+
+    def missing(self) -> Iterator[int]:
+        """Versions below the head without a manifest; of a gap at most the first thousand: its end may be nonsense."""
+        expected = 0
+        for version in sorted(self._listed):
+            yield from range(expected, min(version, expected + _GAP_MOST))
+            expected = version + 1
+
+    @property
+    def _listed(self) -> set[int]:
         unreadable = (keys.parse_version_key(key) for key in self.damaged)
-        return max((v for v in (*self.versions, *unreadable) if v is not None), default=None)
+        return {*self.versions, *(version for version in unreadable if version is not None)}
 
     def holds(self, edge: Edge) -> bool:
         """Whether all objects that an edge needs are in the store, in their full size."""

@@ -97,9 +97,10 @@ class Writer:
         if self._lease is None:
             try:
                 return self.store.create(key, data)
-            except StoreError:
-                # The response may be lost while the object is there.
-                if self._stored(key) == data:
+            except StoreError as error:
+                # The response may be lost while the object is there. An error that stays, as of a disk that cannot
+                # sync, is no lost response: what can be read back then may still be gone tomorrow.
+                if error.transient and self._stored(key) == data:
                     return True
                 raise
         if self._stored(key) is not None:

@@ -15,6 +15,7 @@ from deltasync.format.dtypes import DTYPES, dtype_of
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.payload import Block, PayloadHeader, write_payload
 from deltasync.format.safetensors import header_bytes, parse_header
+from deltasync.format.seal import sealed
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 State = dict[str, np.ndarray]
@@ -123,6 +124,12 @@ def coo_payload() -> bytes:
         block("coo/1", [[2, 0, 6]], 1, (0, 1), np.array([4], "<i4").tobytes() + b"wxyz"),
     ]
     return write_payload(PayloadHeader("delta", LAYOUT, StateDigest.ZERO, StateDigest(1, 1)), blocks)
+
+
+def resealed(data: bytes, fields: Mapping[str, Any]) -> bytes:
+    """A manifest or record with other fields and a seal that fits, as somebody else might have written it."""
+    changed = json.loads(data) | dict(fields)
+    return sealed({name: value for name, value in changed.items() if name != "sha256"})
 
 
 class Pieces:

@@ -1,9 +1,9 @@
-import json
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from feeds import Feed, SpyStore, paper, store_of
+from helpers import resealed
 
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
 from deltasync.format import keys
@@ -72,7 +72,7 @@ def test_read_many_in_the_order_asked_for() -> None:
 
 def rewritten(store: SpyStore, version: int, **fields: object) -> None:
     key = keys.version_key(version)
-    store.put(key, json.dumps(json.loads(store.get(key)) | fields).encode())
+    store.put(key, resealed(store.get(key), fields))
 
 
 def placed(store: SpyStore, manifest: Manifest) -> None:

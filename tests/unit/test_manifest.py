@@ -8,6 +8,7 @@ from deltasync.errors import CorruptError, DeltasyncError, FormatError
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
+from deltasync.format.seal import sealed
 
 SHA = "0123456789abcdef" * 4
 DELTA = Manifest(
@@ -46,6 +47,24 @@ def test_round_trip(manifest: Manifest) -> None:
     assert Manifest.from_bytes(data).to_bytes() == data
 
 
+def sealed_again(fields: dict[str, Any]) -> bytes:
+    return sealed({name: value for name, value in fields.items() if name != "sha256"})
+
+
+@pytest.mark.parametrize("place", range(0, len(DELTA.to_bytes()), 3))
+def test_no_altered_byte_passes(place: int) -> None:
+    data = DELTA.to_bytes()
+    with pytest.raises(DeltasyncError):
+        Manifest.from_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+
+
+@pytest.mark.parametrize("spelling", [b" ", b"\n"])
+def test_only_one_spelling(spelling: bytes) -> None:
+    with pytest.raises(CorruptError) as caught:
+        Manifest.from_bytes(DELTA.to_bytes() + spelling)
+    assert caught.value.rule == "manifest.sha256"
+
+
 def test_the_bytes_are_canonical() -> None:
     data = DELTA.to_bytes()
     assert data == json.dumps(json.loads(data), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
@@ -54,9 +73,9 @@ def test_the_bytes_are_canonical() -> None:
 
 def test_unknown_fields_are_ignored_unless_they_must_be_understood() -> None:
     fields = json.loads(DELTA.to_bytes())
-    assert Manifest.from_bytes(json.dumps(fields | {"new": 1, "must_understand": ["step"]}).encode()) == DELTA
+    assert Manifest.from_bytes(sealed_again(fields | {"new": 1, "must_understand": ["step"]})) == DELTA
     with pytest.raises(FormatError) as caught:
-        Manifest.from_bytes(json.dumps(fields | {"new": 1, "must_understand": ["new"]}).encode())
+        Manifest.from_bytes(sealed_again(fields | {"new": 1, "must_understand": ["new"]}))
     assert caught.value.rule == "manifest.must_understand"
 
 
@@ -123,7 +142,8 @@ def test_every_field_is_required(name: str) -> None:
     del fields[name]
     with pytest.raises(DeltasyncError) as caught:
         Manifest.from_bytes(json.dumps(fields).encode())
-    assert caught.value.rule == ("manifest.format" if name == "format" else "manifest.field")
+    rules = {"format": "manifest.format", "sha256": "manifest.sha256"}
+    assert caught.value.rule == rules.get(name, "manifest.field")
 
 
 def test_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 import itertools
-import json
 from collections.abc import Sequence
 
 import pytest
 from feeds import SpyStore, paper, store_of
+from helpers import resealed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -241,7 +241,7 @@ DAMAGES = {
     "gone": lambda s: s.delete(keys.version_key(5)),
     "not JSON": lambda s: s.put(keys.version_key(5), b"{"),
     "a later format": lambda s: s.put(
-        keys.version_key(5), json.dumps(json.loads(s.get(keys.version_key(5))) | {"format": "deltasync/9"}).encode()
+        keys.version_key(5), resealed(s.get(keys.version_key(5)), {"format": "deltasync/9"})
     ),
     "in the wrong place": lambda s: s.put(keys.version_key(5), paper("delta", 6, 10).to_bytes()),
     "from another digest": lambda s: s.put(

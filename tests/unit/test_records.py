@@ -5,6 +5,7 @@ import pytest
 
 from deltasync.errors import CorruptError, DeltasyncError, FormatError
 from deltasync.format.records import FeedRecord, FloorRecord, Heartbeat, LeaseRecord
+from deltasync.format.seal import sealed
 
 RECORDS = [
     FeedRecord("f", 1),
@@ -34,8 +35,9 @@ def test_round_trip(record: Any) -> None:
 )
 def test_refused(changes: dict[str, Any], error: type[DeltasyncError], rule: str) -> None:
     fields = json.loads(Heartbeat("r", 4, 5).to_bytes()) | changes
+    del fields["sha256"]
     with pytest.raises(DeltasyncError) as caught:
-        Heartbeat.from_bytes(json.dumps(fields).encode())
+        Heartbeat.from_bytes(sealed(fields))
     assert (type(caught.value), caught.value.rule) == (error, rule)
 
 
@@ -45,3 +47,11 @@ def test_every_field_is_required(record: Any) -> None:
     for name in fields:
         with pytest.raises(DeltasyncError):
             type(record).from_bytes(json.dumps({k: v for k, v in fields.items() if k != name}).encode())
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=repr)
+def test_no_altered_byte_passes(record: Any) -> None:
+    data = record.to_bytes()
+    for place in range(len(data)):
+        with pytest.raises(DeltasyncError):
+            type(record).from_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from feeds import Feed, flip, rank_blocks
-from helpers import changed, state, write_sharded
+from helpers import changed, resealed, state, write_sharded
 
 from deltasync import blocks
 from deltasync.errors import CorruptError, DeltasyncError
@@ -118,7 +118,7 @@ SHALLOW: dict[str, Case] = {
 
 
 def rewrite(feed: Feed, key: str, **fields: object) -> None:
-    feed.store.put(key, json.dumps(json.loads(feed.store.get(key)) | fields).encode())
+    feed.store.put(key, resealed(feed.store.get(key), fields))
 
 
 @DEPTHS

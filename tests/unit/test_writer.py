@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from feeds import Feed, NoFenceStore, SpyStore, paper
+from helpers import resealed
 
 from deltasync.errors import ConflictError, CorruptError, StoreError
 from deltasync.format import keys
@@ -276,7 +277,7 @@ def test_two_that_take_the_lease_at_the_same_moment() -> None:
         def put(self, key: str, data: Data) -> None:
             super().put(key, data)
             if b'"a"' in bytes(data):
-                super().put(key, bytes(data).replace(b'"a"', b'"b"'))
+                super().put(key, resealed(bytes(data), {"writer": "b"}))
 
     with pytest.raises(ConflictError, match="same moment"):
         Lease(Overtaken(), "a").take()

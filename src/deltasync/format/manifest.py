@@ -8,8 +8,8 @@ from typing import Any, Literal
 from deltasync.errors import CorruptError, FormatError
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest
-from deltasync.format.layout import canonical_json
 from deltasync.format.payload import FORMAT
+from deltasync.format.seal import SEAL, require_sealed, sealed
 from deltasync.format.strict_json import is_count, is_sha256, parse_object, require_understood
 
 Data = bytes | bytearray | memoryview
@@ -122,9 +122,9 @@ class Manifest:
         }
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON: equal manifests have equal bytes. CorruptError for one that a reader would refuse."""
+        """Sealed canonical JSON: equal manifests have equal bytes. CorruptError for one that a reader would refuse."""
         fields = self.to_json()
-        _require_size(data := canonical_json(fields))
+        _require_size(data := sealed(fields))
         _from_fields(fields)
         return data
 
@@ -132,7 +132,10 @@ class Manifest:
     def from_bytes(cls, data: bytes) -> "Manifest":
         """The inverse of `to_bytes`; CorruptError or FormatError with the broken rule on anything else."""
         _require_size(data)
-        return _from_fields(parse_object(data, what="the manifest", scope="manifest"))
+        fields = parse_object(data, what="the manifest", scope="manifest")
+        manifest = _from_fields(fields)
+        require_sealed(data, fields, what="the manifest", scope="manifest")
+        return manifest
 
 
 def _require_size(data: bytes) -> None:
@@ -143,7 +146,7 @@ def _require_size(data: bytes) -> None:
 def _from_fields(fields: dict[str, Any]) -> Manifest:
     if fields.get("format") != FORMAT:
         raise FormatError(f"a manifest of format {fields.get('format')!r:.80}", rule="manifest.format")
-    require_understood(fields, _FIELDS, what="the manifest", scope="manifest")
+    require_understood(fields, (*_FIELDS, SEAL), what="the manifest", scope="manifest")
     missing = [name for name in _FIELDS if name not in fields]
     if missing:
         raise CorruptError(f"the manifest lacks {', '.join(missing)}", rule="manifest.field")

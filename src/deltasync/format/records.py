@@ -6,8 +6,8 @@ from typing import Any
 
 from deltasync.errors import CorruptError, FormatError
 from deltasync.format import limits
-from deltasync.format.layout import canonical_json
 from deltasync.format.payload import FORMAT
+from deltasync.format.seal import SEAL, require_sealed, sealed
 from deltasync.format.strict_json import is_count, parse_object, require_understood
 
 _COUNT_MAX = (1 << 63) - 1
@@ -91,10 +91,11 @@ class _Fields:
         found = self.values.get("format")
         if found != FORMAT:
             raise FormatError(f"a {scope} of format {found!r:.80}", rule=f"{scope}.format", hint="upgrade deltasync")
-        require_understood(self.values, ("format", *names), what=f"the {scope}", scope=scope)
+        require_understood(self.values, ("format", *names, SEAL), what=f"the {scope}", scope=scope)
         missing = [name for name in names if name not in self.values]
         if missing:
             raise CorruptError(f"the {scope} lacks {', '.join(missing)}", rule=f"{scope}.field")
+        require_sealed(data, self.values, what=f"the {scope}", scope=scope)
 
     def text(self, name: str) -> str:
         value = self.values[name]
@@ -119,4 +120,4 @@ class _Fields:
 
 
 def _write(fields: dict[str, Any]) -> bytes:
-    return canonical_json({"format": FORMAT, **fields})
+    return sealed({"format": FORMAT, **fields})

@@ -1,10 +1,10 @@
 """Anchors: all weights of a version as shards that are put in parallel, and not again after an interruption."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from deltasync import blocks
-from deltasync.format import keys
+from deltasync.format import keys, limits
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.manifest import PayloadRef
 from deltasync.format.payload import Block, PayloadHeader, write_payload
@@ -12,6 +12,7 @@ from deltasync.format.weights import Readable
 from deltasync.log.writer import Writer
 from deltasync.parallel import each
 from deltasync.progress import Progress, counting
+from deltasync.shards import Shards
 
 SHARD_ELEMENTS = 1 << 26
 """Elements in one shard: about 90 MB of bfloat16 weights."""
@@ -30,42 +31,51 @@ def put_anchor(
     weights: Readable,
     version: int,
     *,
+    shards: Shards | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[tuple[PayloadRef, ...], StateDigest]:
     """Put all weights as the shards of an anchor; their names, and the state digest. The commit is left to the caller.
 
-    A shard that an interrupted attempt left in the store is not sent again.
+    A shard that an interrupted attempt left in the store is not sent again. `shards`: the weights are only a part of
+    those of the version; the digest counts the others as zero.
     """
     there = _recent(writer)
     encoded = blocks.encode_anchor(
         weights, threads=threads, on_progress=counting(progress, "anchor", weights.layout.elements)
     )
-    zero = layout_digest(weights.layout)
+    layout = weights.layout if shards is None else shards.layout
+    zero = layout_digest(layout)
 
     def put(group: Sequence[Block]) -> tuple[PayloadRef, StateDigest]:
         gained = sum((block.digest for block in group), StateDigest.ZERO)
-        data = write_payload(PayloadHeader("shard", weights.layout, None, zero + gained, version), group)
+        data = write_payload(PayloadHeader("shard", layout, None, zero + gained, version), group)
         ref = PayloadRef.of(data)
         return ref if there.get(ref.sha256) == ref.nbytes else writer.put(data), gained
 
-    done = list(each(put, _groups(encoded, weights.layout.elements), threads=_PUT_THREADS))
+    # Always cut at the same places, so that a second attempt makes the same shards.
+    size = max(SHARD_ELEMENTS, -(-layout.elements // SHARDS_MAX))
+    groups = grouped(encoded if shards is None else shards.place(encoded), elements=size)
+    # Weights without any element still make one shard: an anchor has a payload.
+    done = list(each(put, groups if layout.elements else [[]], threads=_PUT_THREADS))
     return tuple(ref for ref, _ in done), sum((gained for _, gained in done), zero)
 
 
-def _groups(encoded: Iterator[Block], elements: int) -> Iterator[list[Block]]:
-    """Neighbouring blocks, always cut at the same places, so that a second attempt makes the same shards."""
-    size = max(SHARD_ELEMENTS, -(-elements // SHARDS_MAX))
+def grouped(encoded: Iterable[Block], *, elements: int | None = None) -> Iterator[list[Block]]:
+    """Neighbouring blocks for one payload each: closed once it covers `elements`, and before it has too many runs."""
     group: list[Block] = []
-    held = 0
+    held = runs = 0
     for block in encoded:
+        if group and runs + len(block.runs) > limits.RUNS_MAX:
+            yield group
+            group, held, runs = [], 0, 0
         group.append(block)
         held += int(block.runs[:, 2].sum())
-        if held >= size:
+        runs += len(block.runs)
+        if elements is not None and held >= elements:
             yield group
-            group, held = [], 0
-    # Weights without any element still make one shard: an anchor has a payload.
-    if group or elements == 0:
+            group, held, runs = [], 0, 0
+    if group:
         yield group
 
 

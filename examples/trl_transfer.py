@@ -1,0 +1,252 @@
+"""TRL's asynchronous GRPO with its real trainer: weights go to a feed, and a replica follows it by itself.
+
+Runs on a CPU in half a minute and needs no download and no server: the model is tiny and random, and the replica is a
+thread that restores versions and generates with them. With vLLM, TRL's own rollout worker takes its place.
+
+    python examples/trl_transfer.py [STORE]
+"""
+
+import queue
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import trl.experimental.async_grpo.async_grpo_trainer as trl_trainer
+import trl.experimental.async_grpo.packing as trl_packing
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+import deltasync
+from deltasync.format.records import Heartbeat
+from deltasync.log.log import Log
+from deltasync.trainer.transformers import model_files
+from deltasync.trainer.trl import DeltaSyncTransfer
+
+STEPS, MAX_LAG = 12, 1
+VOCABULARY, PROMPT_TOKENS, COMPLETION_TOKENS, GENERATIONS = 32, 4, 8, 4
+WANTED_TOKEN = 7
+
+
+class Replica:
+    """Follows a feed in a thread: whenever there is a new version it is restored, and a heartbeat says so."""
+
+    def __init__(self, store: deltasync.Store, folder: Path) -> None:
+        self.serves: tuple[int, torch.nn.Module] | None = None
+        self._store, self._folder = store, folder
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> "Replica":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        log, version = Log(self._store), None
+        while not self._stopped.wait(0.05):
+            head = log.head(after=version)
+            if head is None:
+                continue
+            version = head.version
+            deltasync.restore(self._store, self._folder / f"version-{version}", version=version)
+            self.serves = version, AutoModelForCausalLM.from_pretrained(self._folder / f"version-{version}").eval()
+            log.beat(Heartbeat("replica-0", version, int(time.time())))
+
+
+class Rollouts:
+    """What TRL calls a rollout worker: generates with the replica's weights in a thread, and scores."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(maxsize=2 * GENERATIONS)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self.served: list[tuple[int, int]] = []
+        """For each group its label, as TRL counts versions, and the version of the feed that made it."""
+        self._replica, self._label = replica, 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def update_model_version(self, model_version: int) -> None:
+        self._label = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        if not self._thread.is_alive():
+            raise RuntimeError("the rollouts have stopped")
+
+    def _run(self) -> None:
+        group = 0
+        while not self._stopped.is_set():
+            label, serves = self._label, self._replica.serves
+            if serves is None:
+                time.sleep(0.05)
+                continue
+            version, model = serves
+            self.served.append((label, version))
+            for sample in self._generated(model, label, group):
+                self._put(sample)
+            group += 1
+
+    def _put(self, sample: RolloutSample) -> None:
+        while not self._stopped.is_set():
+            try:
+                self.rollout_buffer.put(sample, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    @torch.no_grad()
+    def _generated(self, model: torch.nn.Module, label: int, group: int) -> list[RolloutSample]:
+        """One group of completions; the reward is the share of one token in them."""
+        ids = torch.randint(0, VOCABULARY, (1, PROMPT_TOKENS)).repeat(GENERATIONS, 1)
+        chosen = []
+        for _ in range(COMPLETION_TOKENS):
+            logs = torch.log_softmax(model(input_ids=ids).logits[:, -1].float(), -1)
+            token = torch.multinomial(logs.exp(), 1)
+            chosen.append(logs.gather(1, token))
+            ids = torch.cat((ids, token), 1)
+        rewards = (ids[:, PROMPT_TOKENS:] == WANTED_TOKEN).float().mean(1)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        mask = np.repeat([0, 1], [PROMPT_TOKENS, COMPLETION_TOKENS])
+        logs_of = torch.cat((torch.zeros(GENERATIONS, PROMPT_TOKENS), torch.cat(chosen, 1)), 1).numpy()
+        return [
+            RolloutSample(
+                prompt=[],
+                completion=[],
+                input_ids=ids[i].numpy(),
+                completion_mask=mask,
+                old_log_probs=logs_of[i],
+                advantage=float(advantages[i]),
+                model_version=label,
+                group_id=group,
+                metrics={"reward": float(rewards[i])},
+            )
+            for i in range(GENERATIONS)
+        ]
+
+
+def attention_on_cpu(  # type: ignore[no-untyped-def]
+    module, query, key, value, mask, *, tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k, scaling=None, **kwargs
+):
+    """TRL's attention over a tree of samples is a CUDA kernel; this is the same with a mask."""
+    seen = torch.zeros(query.shape[2], key.shape[2], dtype=torch.bool)
+    for s in range(len(tree_cu_seqlens_q) - 1):
+        first, end = tree_cu_seqlens_q[s : s + 2].tolist()
+        path = tree_kv_index[tree_cu_seqlens_k[s] : tree_cu_seqlens_k[s + 1]]
+        for row in range(first, end):
+            seen[row, path[: len(path) - (end - 1 - row)]] = True
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2), None
+
+
+def tiny_model(folder: Path) -> PreTrainedTokenizerFast:
+    """A random model in a folder, and its tokenizer."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def main() -> None:
+    trl_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None  # It asks CUDA for a name.
+    trl_packing.tree_attention = attention_on_cpu
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        url = sys.argv[1] if len(sys.argv) > 1 else str(folder / "feed")
+        tokenizer = tiny_model(folder / "model")
+        with Replica(deltasync.open_store(url), folder) as replica:
+            rollouts = Rollouts(replica)
+            trainer = train(url, folder, tokenizer, rollouts)
+        report(deltasync.open_store(url), folder, trainer, rollouts)
+
+
+def train(url: str, folder: Path, tokenizer: PreTrainedTokenizerFast, rollouts: Rollouts) -> AsyncGRPOTrainer:
+    """What a training script does: a transfer, a trainer, and the two attached to each other."""
+    transfer = DeltaSyncTransfer(
+        url,
+        max_lag=MAX_LAG,
+        files=model_files(AutoModelForCausalLM.from_pretrained(folder / "model"), tokenizer),
+        timeout_s=60,
+    )
+    trainer = AsyncGRPOTrainer(
+        str(folder / "model"),
+        args=AsyncGRPOConfig(
+            output_dir=str(folder / "trainer"),
+            max_steps=STEPS,
+            per_device_train_batch_size=GENERATIONS,
+            gradient_accumulation_steps=1,
+            num_generations=GENERATIONS,
+            learning_rate=1e-3,
+            weight_sync_steps=1,
+            max_staleness=4,
+            token_budget=-1,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            logging_steps=STEPS,
+            report_to=[],
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["-"] * 8}),
+        reward_funcs=[],
+        processing_class=tokenizer,
+        rollout_worker=rollouts,
+        weight_transfer=transfer,
+    )
+    transfer.attach(trainer)
+    trainer.train()
+    return trainer
+
+
+def report(store: deltasync.Store, folder: Path, trainer: AsyncGRPOTrainer, rollouts: Rollouts) -> None:
+    """What was published, and whether all of it is true."""
+    head = Log(store).require_head()
+    deltasync.restore(store, folder / "last")
+    last = dict(AutoModelForCausalLM.from_pretrained(folder / "last").named_parameters())
+    exact = all(torch.equal(last[name], p) for name, p in trainer.model.named_parameters())
+    # TRL counts from 1 what the feed counts from 0.
+    honest = all(label - 1 <= version for label, version in rollouts.served)
+    table = Table(title="Asynchronous GRPO through a feed", show_header=False)
+    table.add_row("steps, versions", f"{trainer.state.global_step}, {head.version + 1}")
+    table.add_row("groups generated, with versions", f"{len(rollouts.served)}, {len({v for _, v in rollouts.served})}")
+    table.add_row("the last version is what was trained", "yes" if exact else "NO")
+    table.add_row("no sample is older than its label", "yes" if honest else "NO")
+    Console().print(table)
+    if not exact or not honest:
+        raise SystemExit(3)
+
+
+if __name__ == "__main__":
+    main()

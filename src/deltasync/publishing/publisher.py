@@ -1,0 +1,212 @@
+"""The publisher of one feed, for weights in memory: capture in the foreground, everything else behind it."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deltasync import blocks
+from deltasync.errors import InvalidInputError
+from deltasync.format.changes import Changes
+from deltasync.format.companions import write_files
+from deltasync.format.layout import Layout, TensorSpec
+from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
+from deltasync.format.weights import Bits, Readable, Weights
+from deltasync.log.planning import plan
+from deltasync.log.writer import Writer
+from deltasync.publishing.anchoring import Anchoring, Since
+from deltasync.publishing.capture import capture, capture_each, collect, copy_each, copy_into, require_same
+from deltasync.publishing.events import Observer, Publication
+from deltasync.publishing.making import Maker, Retry
+from deltasync.publishing.pipeline import First, Pipeline
+from deltasync.publishing.policy import AnchorPolicy
+from deltasync.publishing.shadow import Shadow, shadow_weights
+from deltasync.replay import by_any_way, plan_layout, replay
+from deltasync.store.protocol import Store
+
+_log = logging.getLogger(__name__)
+
+Find = Callable[[Shadow], Sequence[Changes]]
+"""Compares with the shadow, whose lock is held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherOptions:
+    """How a trainer publishes.
+
+    `base`: the replicas have the checkpoint that training starts from, under this name; a new feed then uploads no
+    anchor. `files`: what belongs beside the weights, by relative path (configuration, tokenizer).
+    `wait`: while a publication is in flight the next one waits for it; else it is captured at once and, if a third one
+    comes before its turn, becomes part of that.
+    `shadow_path`: keep the shadow in a mapped file instead of memory; a restart is then quick.
+    `retry_s`: how long a failing store is tried again before a publication counts as failed.
+    """
+
+    base: BaseRef | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    anchors: AnchorPolicy = field(default_factory=AnchorPolicy)
+    wait: bool = False
+    shadow_path: Path | None = None
+    threads: int | None = None
+    retry_s: float = 60.0
+    require_fencing: bool = False
+    observer: Observer | None = None
+
+
+class FeedPublisher:
+    """Publishes versions of one set of tensors. Not for several threads at once: a trainer has one loop."""
+
+    def __init__(self, store: Store, options: PublisherOptions) -> None:
+        self._writer = Writer(store, require_fencing=options.require_fencing)
+        self._options = options
+        self._running: _Running | None = None
+        self._is_closed = False
+
+    @property
+    def head(self) -> Manifest | None:
+        """The version that was committed last, by this publisher or before it."""
+        return None if self._running is None else self._running.shadow.head
+
+    def open(self, layout: Layout | None = None) -> Layout | None:
+        """Open the feed and rebuild the shadow where it has versions; the layout, None if it is not known yet.
+
+        InvalidInputError, naming a tensor, if the feed has another layout than the one given.
+        """
+        self._require_open()
+        if self._running is None:
+            retry = Retry(self._options.retry_s)
+            head = retry(self._writer.open)
+            if head is not None:
+                self._running = retry(lambda: self._resume(layout, head))
+            elif layout is not None:
+                self._running = self._start(shadow_weights(layout, self._options.shadow_path), None)
+        if self._running is None:
+            return None
+        ours = self._running.shadow.weights.layout
+        if layout is not None:
+            require_same(ours, layout)
+        return ours
+
+    def publish(
+        self, weights: Readable, *, step: int | None = None, anchor: bool = False, find: Find | None = None
+    ) -> Publication:
+        """Capture what changed, and return: the rest happens in the background.
+
+        `anchor` asks for an anchor on top. `find` compares with the shadow in another way, such as on an accelerator.
+        """
+        self.open(weights.layout)
+        threads = self._options.threads
+        return self._publish(
+            lambda shadow: copy_into(shadow.weights, weights, threads=threads),
+            (lambda shadow: capture(shadow.weights, weights, threads=threads)) if find is None else find,
+            step=step,
+            anchor=anchor,
+        )
+
+    def publish_each(
+        self, tensors: Iterable[tuple[TensorSpec, Bits]], *, step: int | None = None, anchor: bool = False
+    ) -> Publication:
+        """The same from tensors that come one by one, so that the model never has to exist twice."""
+        if self.open() is None:
+            # A new feed: these copies become the shadow.
+            weights = collect(tensors)
+            if self._options.shadow_path is None:
+                self._running = self._start(weights, None)
+                return self._publish(lambda shadow: None, lambda shadow: (), step=step, anchor=anchor)
+            return self.publish(weights, step=step, anchor=anchor)
+        return self._publish(
+            lambda shadow: copy_each(shadow.weights, tensors),
+            lambda shadow: capture_each(shadow.weights, tensors, threads=self._options.threads),
+            step=step,
+            anchor=anchor,
+        )
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until everything that was published is committed or has failed; False on time-out."""
+        return self._running is None or self._running.pipeline.wait_idle(timeout_s)
+
+    def close(self) -> None:
+        """Finish what is in flight, anchors included, and give back the feed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._running is not None:
+            self._running.pipeline.close()
+            self._running.anchoring.close()
+        self._writer.close()
+
+    def _publish(self, copy: Callable[[Shadow], None], find: Find, *, step: int | None, anchor: bool) -> Publication:
+        running = self._require_running()
+        started = time.perf_counter()
+        running.pipeline.require_running()
+        if self._options.wait:
+            running.pipeline.wait_idle()
+        files = None if running.is_filled else self._put_files()
+        with running.shadow.lock:
+            if anchor:
+                running.anchoring.request()
+            if running.is_filled:
+                captured = find(running.shadow)
+                return running.pipeline.submit(captured, step=step, held_s=time.perf_counter() - started)
+            copy(running.shadow)
+            running.is_filled = True
+            first = First(step, self._options.base, files)
+            return running.pipeline.start(first, held_s=time.perf_counter() - started)
+
+    def _resume(self, layout: Layout | None, head: Manifest) -> "_Running":
+        """The shadow at the head: it may be there already, in a mapped file; else it is rebuilt from the feed."""
+        log, threads, path = self._writer.log, self._options.threads, self._options.shadow_path
+        if layout is None:
+            layout = by_any_way(log, head, lambda way: plan_layout(log, way))
+        if layout.sha256 != head.layout_sha256:
+            require_same(by_any_way(log, head, lambda way: plan_layout(log, way)), layout)
+        weights = shadow_weights(layout, path)
+        if path is None or blocks.digest(weights, threads=threads) != head.digest:
+            _log.info("rebuilding the shadow of version %d from the feed", head.version)
+            by_any_way(log, head, lambda way: replay(log, way, weights, threads=threads))
+        return self._start(weights, head)
+
+    def _start(self, weights: Weights, head: Manifest | None) -> "_Running":
+        options = self._options
+        shadow = Shadow(weights, head)
+        anchoring = Anchoring(
+            self._writer,
+            shadow,
+            options.anchors,
+            threads=options.threads,
+            retry_s=options.retry_s,
+            observer=options.observer,
+        )
+        if head is not None:
+            anchoring.resume(Since.of(plan(self._writer.log, head)))
+        maker = Maker(self._writer, shadow, threads=options.threads, retry_s=options.retry_s)
+        pipeline = Pipeline(maker, anchoring, observer=options.observer, look=self._look)
+        return _Running(shadow, anchoring, pipeline, is_filled=head is not None)
+
+    def _look(self, after: int) -> Manifest | None:
+        return Retry(self._options.retry_s)(lambda: self._writer.log.head(after=after))
+
+    def _put_files(self) -> PayloadRef | None:
+        if not self._options.files:
+            return None
+        data = write_files(self._options.files)
+        return Retry(self._options.retry_s)(lambda: self._writer.put(data))
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise InvalidInputError("this publisher is closed", hint="open a new one")
+
+    def _require_running(self) -> "_Running":
+        self._require_open()
+        if self._running is None:
+            raise InvalidInputError("the feed is not open")
+        return self._running
+
+
+@dataclass(slots=True)
+class _Running:
+    shadow: Shadow
+    anchoring: Anchoring
+    pipeline: Pipeline
+    is_filled: bool

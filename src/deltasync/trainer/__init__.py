@@ -1,0 +1,1 @@
+"""The trainer's side: weights of torch models become versions of a feed."""

@@ -1,0 +1,280 @@
+"""`ShardedPublisher`: every rank of a sharded trainer publishes its own shard, and together they make one version."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from deltasync.errors import InvalidInputError, MismatchError
+from deltasync.format.changes import Changes
+from deltasync.format.companions import write_files
+from deltasync.format.layout import Layout
+from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
+from deltasync.format.weights import Weights
+from deltasync.log.planning import plan
+from deltasync.log.writer import Writer
+from deltasync.publishing.anchoring import Anchoring, Since
+from deltasync.publishing.capture import capture, copy_into, require_same
+from deltasync.publishing.events import Observer, Publication
+from deltasync.publishing.making import Maker, Retry
+from deltasync.publishing.pipeline import First, Pipeline
+from deltasync.publishing.policy import AnchorPolicy
+from deltasync.publishing.shadow import Shadow, shadow_weights
+from deltasync.shards import Box, Shards, ShardWeights
+from deltasync.store.opening import open_store
+from deltasync.store.protocol import Store
+from deltasync.trainer.device import DeviceCapture
+from deltasync.trainer.distributed import Ranks
+from deltasync.trainer.joining import Committing, ToldAnchoring
+from deltasync.trainer.names import TorchState, named_tensors, unwrapped
+from deltasync.trainer.placements import owned
+from deltasync.trainer.publisher import CaptureOn
+from deltasync.trainer.resuming import resume
+from deltasync.trainer.tensors import TorchWeights, layout_of
+
+
+class ShardedPublisher:
+    """Publishes the weights of a model that is spread over the ranks of torch.distributed, as FSDP2 does.
+
+    Every rank makes one and calls `publish` and `close`. A rank reads, compares, encodes and puts only what it has
+    itself: nobody gathers the model. Rank 0 opens the feed and commits. Where several ranks have the same elements, the
+    first of them publishes; tensors that are not DTensors are published by rank 0, so that under
+    DistributedDataParallel a `Publisher` on rank 0 does the same with less talk.
+
+    An error of one rank is raised on all of them. After any but a StoreError, and when a rank is lost, the publisher
+    has stopped: nobody sees what was not committed, and a new publisher goes on from the head of the feed, with any
+    number of ranks. `timeout_s` is how long rank 0 waits for the slowest rank, the others wait twice as long for it:
+    encoding and putting a shard (of all weights, for the first version) must fit into it.
+
+    `shadow_path` is a folder; each rank keeps a file there. A publication waits for the one before. The other options
+    are those of `Publisher`; the observer is told of whole versions, on every rank that has one.
+    """
+
+    def __init__(
+        self,
+        store: Store | str,
+        *,
+        dtype: torch.dtype | None = None,
+        base: BaseRef | None = None,
+        files: Mapping[str, bytes] | None = None,
+        anchors: AnchorPolicy | None = None,
+        shadow_path: Path | None = None,
+        capture_on: CaptureOn = "device",
+        threads: int | None = None,
+        retry_s: float = 60.0,
+        timeout_s: float = 600.0,
+        require_fencing: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
+        self._store = open_store(store) if isinstance(store, str) else store
+        self._owns_store = isinstance(store, str)
+        self._writer = Writer(self._store, require_fencing=require_fencing)
+        self._dtype = dtype
+        self._base = base
+        self._files = {} if files is None else files
+        self._policy = AnchorPolicy() if anchors is None else anchors
+        self._shadow_path = shadow_path
+        self._on_device = (
+            None if capture_on == "host" else DeviceCapture("device" if capture_on == "device" else "host")
+        )
+        self._threads = threads
+        self._retry_s = retry_s
+        self._timeout_s = timeout_s
+        self._observer = observer
+        self._groups: tuple[Ranks, Ranks] | None = None
+        self._running: _Running | None = None
+        self._failed: BaseException | None = None
+        self._is_closed = False
+
+    @property
+    def head(self) -> Manifest | None:
+        """The version that was committed last, by this publisher or before it."""
+        return None if self._running is None else self._running.shadow.head
+
+    def publish(self, weights: TorchState, *, step: int | None = None, anchor: bool = False) -> Publication:
+        """Make these weights the next version: a module or a state dict. All ranks call this, with the same step.
+
+        Returns once the publication before is settled and what changed is captured: the weights may change again.
+        `anchor`, on rank 0, asks for an anchor on top.
+        """
+        if self._is_closed or self._failed is not None:
+            told = "is closed" if self._failed is None else f"has stopped: {self._failed}"
+            raise InvalidInputError(f"this publisher {told}", hint="open a new one") from self._failed
+        started = time.perf_counter()
+        if self._running is None:
+            self._running = self._open(weights)
+        running = self._running
+        running.pipeline.wait_idle()
+        running.pipeline.require_running()
+        if anchor:
+            running.anchoring.request()
+        with running.shadow.lock:
+            captured = self._capture(running, weights)
+            held_s = time.perf_counter() - started
+            if captured is not None:
+                return running.pipeline.submit(captured, step=step, held_s=held_s)
+            return running.pipeline.start(First(step, self._base, running.files), held_s=held_s)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until everything that was published is committed or has failed; False on time-out."""
+        return self._running is None or self._running.pipeline.wait_idle(timeout_s)
+
+    def close(self) -> None:
+        """Finish what is in flight, anchors included, and give back the feed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._running is not None:
+            self._running.pipeline.close()
+            self._running.anchoring.close()
+        self._writer.close()
+        for ranks in () if self._groups is None else self._groups:
+            ranks.close()
+        if self._owns_store:
+            self._store.close()
+
+    def __enter__(self) -> "ShardedPublisher":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _capture(self, running: "_Running", weights: TorchState) -> list[Changes] | None:
+        """What changed on this rank; None if the feed is new and all of it was copied."""
+        try:
+            with running.ranks.telling():
+                boxes, tensors = self._shard(weights, running.shards.layout, running.ranks.rank)
+                running.shards.require(boxes)
+                return self._compare(running, tensors)
+        except BaseException as error:
+            # The other ranks stop as well: what they would publish next is not what this one would.
+            self._failed = error
+            raise
+
+    def _compare(self, running: "_Running", tensors: dict[str, torch.Tensor]) -> list[Changes] | None:
+        shadow, source = running.shadow, TorchWeights(tensors, cast=self._dtype)
+        if not running.is_filled:
+            copy_into(shadow.weights, source, threads=self._threads)
+            running.is_filled = True
+            return None
+        devices = {tensor.device for tensor in tensors.values()}
+        if self._on_device is not None and len(devices) == 1 and devices != {torch.device("cpu")}:
+            return self._on_device.find(shadow, tensors, self._dtype)
+        # Nobody asks for the digest of what is compared, so that a run need not be contiguous in the whole.
+        plain = Weights(shadow.weights.layout, shadow.weights.arrays)
+        return capture(plain, source, threads=self._threads)
+
+    def _shard(self, weights: TorchState, layout: Layout, rank: int) -> tuple[list[Box], dict[str, torch.Tensor]]:
+        """What this rank has of each tensor of the layout, and where it lies."""
+        if rank == 0:
+            tensors = named_tensors(weights)
+        else:
+            # Rank 0 said which of several tied names counts: a rank whose shards are empty cannot tell.
+            state = unwrapped(weights).state_dict() if isinstance(weights, torch.nn.Module) else weights
+            tensors = {spec.name: state[spec.name].detach() for spec in layout.tensors if spec.name in state}
+        require_same(layout, layout_of(tensors, cast=self._dtype))
+        found = {spec.name: owned(spec.name, tensors[spec.name], rank) for spec in layout.tensors}
+        return [box for box, _ in found.values()], {name: local for name, (_, local) in found.items()}
+
+    def _open(self, weights: TorchState) -> "_Running":
+        if self._groups is None:
+            self._groups = Ranks.open(timeout_s=self._timeout_s), Ranks.open(timeout_s=self._timeout_s)
+        ranks = self._groups[0]
+        with ranks.telling():
+            named = layout_of(named_tensors(weights), cast=self._dtype).to_json() if ranks.rank == 0 else None
+        layout = Layout.from_json(ranks.agree("its tensors", named, lambda said: said[0]))
+        with ranks.telling():
+            boxes, _ = self._shard(weights, layout, ranks.rank)
+            shards = Shards(layout, boxes)
+            room = shadow_weights(shards.local, self._shadow_file(ranks))
+        opened = ranks.agree("to this feed", shards.local.elements, lambda counts: self._open_feed(layout, sum(counts)))
+        # All ranks are one writer: each of them can tell whether a version is theirs.
+        self._writer.id = opened.writer
+        shadow = Shadow(ShardWeights(shards.local, room.arrays, shards), opened.head)
+        if opened.head is not None:
+            resume(
+                ranks, self._store, opened.head, shadow.weights, shards, folder=self._shadow_path, threads=self._threads
+            )
+        return self._start(shadow, shards, opened)
+
+    def _open_feed(self, layout: Layout, elements: int) -> "_Opened":
+        """On rank 0 only."""
+        if elements != layout.elements:
+            raise InvalidInputError(
+                f"the ranks have {elements} elements together, the model has {layout.elements}",
+                hint="all ranks must have all tensors, and the mesh of each DTensor on rank 0 must have rank 0 in it",
+            )
+        head = self._writer.open()
+        if head is None:
+            return _Opened(self._writer.id, None, self._put_files(), None)
+        if head.layout_sha256 != layout.sha256:
+            raise MismatchError(
+                f"version {head.version} has other tensors than these weights",
+                rule="layout.differs",
+                version=head.version,
+                hint="publish to a new feed, or start a new anchor with `deltasync publish --anchor`",
+            )
+        return _Opened(self._writer.id, head, head.files, Since.of(plan(self._writer.log, head)))
+
+    def _start(self, shadow: Shadow, shards: Shards, opened: "_Opened") -> "_Running":
+        if self._groups is None:
+            raise ValueError("the ranks are not joined")
+        ranks, anchor_ranks = self._groups
+        anchoring = ToldAnchoring(
+            self._writer,
+            shadow,
+            self._policy,
+            threads=self._threads,
+            retry_s=self._retry_s,
+            observer=self._observer,
+            shards=shards,
+            # A group of its own: anchors and versions are agreed on in two threads.
+            join=anchor_ranks.join,
+        )
+        if opened.since is not None:
+            anchoring.resume(opened.since)
+
+        together = Committing(ranks, self._writer, shadow, anchoring, retry_s=self._retry_s)
+        maker = Maker(
+            self._writer, shadow, threads=self._threads, retry_s=self._retry_s, shards=shards, join=together.join
+        )
+        pipeline = Pipeline(maker, anchoring, observer=self._observer, look=together.look)
+        return _Running(ranks, shards, shadow, anchoring, pipeline, opened.files, is_filled=shadow.head is not None)
+
+    def _put_files(self) -> PayloadRef | None:
+        if not self._files:
+            return None
+        data = write_files(self._files)
+        return Retry(self._retry_s)(lambda: self._writer.put(data))
+
+    def _shadow_file(self, ranks: Ranks) -> Path | None:
+        if self._shadow_path is None:
+            return None
+        self._shadow_path.mkdir(parents=True, exist_ok=True)
+        return self._shadow_path / f"shadow-{ranks.rank:05d}-of-{ranks.size:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The feed as rank 0 found it, and the id that it writes under."""
+
+    writer: str
+    head: Manifest | None
+    files: PayloadRef | None
+    since: Since | None
+
+
+@dataclass(slots=True)
+class _Running:
+    ranks: Ranks
+    shards: Shards
+    shadow: Shadow
+    anchoring: Anchoring
+    pipeline: Pipeline
+    files: PayloadRef | None
+    is_filled: bool

@@ -1,0 +1,196 @@
+"""`DeltaSyncCallback`: any trainer of transformers publishes after its optimizer steps.
+
+with DeltaSyncCallback("s3://bucket/runs/42", dtype=torch.bfloat16) as callback:
+    Trainer(..., callbacks=[callback]).train()
+"""
+
+import copy
+import inspect
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.core_model_loading import revert_weight_conversion
+
+from deltasync.errors import DeltasyncError, InvalidInputError
+from deltasync.publishing.events import Publication
+from deltasync.store.protocol import Store
+from deltasync.trainer.names import NamedTensors, TorchState, named_tensors, unwrapped
+from deltasync.trainer.publisher import Publisher
+
+What = Literal["model", "adapter", "merged"]
+Source = Callable[[], TorchState | NamedTensors]
+
+
+class DeltaSyncCallback(TrainerCallback):
+    """Publishes the initial weights, those after every `every_steps` optimizer steps, and the last ones.
+
+    Only the main process publishes. `what` says which weights: "model"; of a model with PEFT adapters the "adapter"
+    alone, or "merged", the base model's weights with the adapter merged in, while training goes on unmerged.
+    `files` go beside the weights, on top of the configuration and the tokenizer. Further options are those of
+    `Publisher`.
+
+    A publication that fails for good is logged, and the next one carries what it did not; if the last one fails, the
+    end of training raises its error. Training that fails does not tell its callbacks: leave the `with` block, or call
+    `close`, to give back the feed.
+    """
+
+    def __init__(
+        self,
+        store: Store | str,
+        *,
+        what: What = "model",
+        every_steps: int = 1,
+        files: Mapping[str, bytes] | None = None,
+        **options: Any,
+    ) -> None:
+        if every_steps < 1:
+            raise InvalidInputError(f"every_steps={every_steps} is never", hint="1 publishes after every step")
+        # A wrong option should be found before the model is loaded.
+        inspect.signature(Publisher).bind(store, **options)
+        self._store = store
+        self._what: What = what
+        self._every_steps = every_steps
+        self._files: Mapping[str, bytes] = {} if files is None else files
+        self._options = options
+        self._publisher: Publisher | None = None
+        self._source: Source | None = None
+        self._last: Publication | None = None
+
+    @property
+    def last(self) -> Publication | None:
+        """The newest publication; None in processes that do not publish."""
+        return self._last
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Publish the weights that training starts from."""
+        self.close()
+        module = unwrapped(kwargs["model"])
+        _require_whole(module)
+        if not state.is_world_process_zero:
+            return
+        self._source, files = _source_of(module, self._what, self._options.get("dtype"))
+        files = {**files, **saved_files(kwargs.get("processing_class")), **self._files}
+        self._publisher = Publisher(self._store, files=files, **self._options)
+        self._publish(state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Publish if it is time."""
+        if state.global_step % self._every_steps == 0:
+            self._publish(state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Publish what is not yet, and wait until all is committed."""
+        if self._last is not None and self._last.step != state.global_step:
+            self._publish(state)
+        self.close()
+        if self._last is not None:
+            self._last.wait()
+
+    def close(self) -> None:
+        """Finish what is in flight and give back the feed. Safe to call at any time, and twice."""
+        publisher, self._publisher, self._source = self._publisher, None, None
+        if publisher is not None:
+            publisher.close()
+
+    def __enter__(self) -> "DeltaSyncCallback":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _publish(self, state: TrainerState) -> None:
+        if self._publisher is None or self._source is None:
+            return
+        try:
+            self._last = self._publisher.publish(self._source(), step=state.global_step)
+        except DeltasyncError:
+            self.close()
+            raise
+
+
+def model_files(
+    model: PreTrainedModel, processing_class: Any = None, *, dtype: torch.dtype | None = None
+) -> dict[str, bytes]:
+    """The files that `save_pretrained` writes beside the weights of a model and its tokenizer or processor.
+
+    `dtype`: what the weights are published as, if that is not what they are.
+    """
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = model.dtype if dtype is None else dtype
+    generation = saved_files(model.generation_config) if model.can_generate() else {}
+    return {"config.json": config.to_json_string().encode(), **generation, **saved_files(processing_class)}
+
+
+def saved_files(thing: Any) -> dict[str, bytes]:
+    """What a tokenizer, processor or configuration writes when it is saved; nothing for None."""
+    if thing is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        thing.save_pretrained(folder)
+        found = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def _source_of(module: torch.nn.Module, what: What, dtype: torch.dtype | None) -> tuple[Source, dict[str, bytes]]:
+    """Where the weights of each publication come from, and what belongs beside them."""
+    if what == "model":
+        if hasattr(module, "peft_config"):
+            raise InvalidInputError(
+                "the model has PEFT adapters, so its own weights are not a checkpoint",
+                hint='say what="adapter" or what="merged"',
+            )
+        if not isinstance(module, PreTrainedModel):
+            return lambda: module, {}
+        files = model_files(module, dtype=dtype)
+        if _is_converted(module):
+            return lambda: revert_weight_conversion(module, named_tensors(module)).items(), files
+        return lambda: module, files
+    # Imported here: not everybody has PEFT.
+    from peft import PeftModel
+
+    from deltasync.trainer.peft import AdapterTensors, merged_tensors
+
+    if not isinstance(module, PeftModel):
+        raise InvalidInputError(f"{type(module).__name__} is not a PEFT model", hint='say what="model"')
+    if what == "adapter":
+        adapter = AdapterTensors(module)
+        return lambda: adapter, adapter.files()
+    base = module.get_base_model()
+    if _is_converted(base):
+        raise InvalidInputError(
+            f"the checkpoints of {type(base).__name__} have other tensors than the model, which is not supported here",
+            hint='say what="adapter"',
+        )
+    return lambda: merged_tensors(module), model_files(base, dtype=dtype) if isinstance(base, PreTrainedModel) else {}
+
+
+def _is_converted(module: torch.nn.Module) -> bool:
+    """Whether transformers saves this model under other names than its modules have, as with fused experts."""
+    if not isinstance(module, PreTrainedModel):
+        return False
+    names = {name: tensor.to("meta") for name, tensor in named_tensors(module).items()}
+    return bool(revert_weight_conversion(module, dict(names)).keys() != names.keys())
+
+
+def _require_whole(module: torch.nn.Module) -> None:
+    """InvalidInputError, in every process, if processes hold only parts of the weights."""
+    parts = [name for name, p in module.named_parameters() if isinstance(p, DTensor) or hasattr(p, "ds_id")]
+    if parts or any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+        raise InvalidInputError(
+            f"the weights are sharded over processes ({parts[0] if parts else 'FullyShardedDataParallel'})",
+            hint="publish FSDP2 models with deltasync.trainer.sharded.ShardedPublisher, from a callback of your own",
+        )

@@ -1,0 +1,254 @@
+"""`DeltaSyncTransfer`: TRL's asynchronous GRPO publishes to a feed instead of pushing weights into one server.
+
+    transfer = DeltaSyncTransfer("s3://bucket/runs/42", max_lag=1)
+    trainer = AsyncGRPOTrainer(..., weight_transfer=transfer)
+    transfer.attach(trainer)
+
+TRL itself is not needed to import this: it asks for five methods, and calls them in its main process only.
+"""
+
+import inspect
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from deltasync.errors import DeltasyncError, InvalidInputError
+from deltasync.log.log import Log
+from deltasync.prune import LIVE_S
+from deltasync.publishing.events import Publication
+from deltasync.store.opening import open_store
+from deltasync.store.protocol import Store
+from deltasync.trainer.lag import slowest, wait_for_replicas
+from deltasync.trainer.publisher import Publisher
+
+_log = logging.getLogger(__name__)
+
+_LABEL_POLL_S = 0.5
+
+
+class RolloutWorker(Protocol):
+    """What TRL tells its version to: samples are labelled with the one that was told last."""
+
+    def update_model_version(self, model_version: int) -> None: ...
+
+
+class TrainerState(Protocol):
+    """Where a trainer is."""
+
+    global_step: int
+
+
+class AsyncTrainer(Protocol):
+    """The two things of TRL's trainer that a transfer looks at."""
+
+    @property
+    def state(self) -> TrainerState: ...
+
+    @property
+    def rollout_worker(self) -> RolloutWorker | None: ...
+
+
+class DeltaSyncTransfer:
+    """Publishes every weight sync of TRL as a version. Replicas follow the feed by themselves: no server is paused.
+
+    `send_weights` returns once what changed is captured, unless replicas are too far behind: it waits until all live
+    ones have what was sent `max_lag` syncs before. 0 waits for every sync to arrive.
+    `require_replicas`: so many must be live and serve a version; with 0 nobody is waited for while there is none.
+    `timeout_s`: how long replicas, or the store, are waited for before training stops with an error.
+    `live_s`: a replica that has been silent for so long counts as gone. Keep `timeout_s` above it: then a replica that
+    died is left behind, and training goes on.
+    Further options are those of `Publisher`.
+
+    A publication that fails for good stops training at the next sync, or at the end of training.
+    """
+
+    def __init__(
+        self,
+        store: Store | str,
+        *,
+        max_lag: int = 1,
+        require_replicas: int = 1,
+        timeout_s: float = 1200.0,
+        live_s: float = LIVE_S,
+        **options: Any,
+    ) -> None:
+        if max_lag < 0 or require_replicas < 0:
+            raise InvalidInputError(
+                f"max_lag={max_lag} and require_replicas={require_replicas} must not be negative",
+                hint="max_lag=0 waits until replicas have every version",
+            )
+        # A wrong option should not wait for the first sync to be found.
+        inspect.signature(Publisher).bind(store, **options)
+        self._store_or_url = store
+        self._options = options
+        self._require_replicas = require_replicas
+        self._timeout_s = timeout_s
+        self._live_s = live_s
+        self._feed: _OpenFeed | None = None
+        self._sent: deque[Publication] = deque(maxlen=max_lag + 1)
+        self._is_reported = False
+        self._step: Callable[[], int | None] = lambda: None
+        self._labels: _Labels | None = None
+
+    def attach(self, trainer: AsyncTrainer) -> None:
+        """Take the step from TRL's trainer, and label its samples by what replicas have confirmed.
+
+        Without this, samples are labelled with the version that was sent last, although replicas may still serve one
+        of `max_lag` syncs before.
+        """
+        self._step = lambda: trainer.state.global_step
+        worker = trainer.rollout_worker
+        if worker is None:
+            # Only TRL's main process has a worker.
+            return
+        self._labels = _Labels(worker.update_model_version, self._served, wait_for_first=self._require_replicas > 0)
+        # On this instance alone: TRL treats its own class of workers specially, so a wrapper would not do.
+        worker.update_model_version = self._update_label  # type: ignore[method-assign]
+
+    def init_weight_transfer(self) -> None:
+        """Open the store, and read from it once: a wrong URL or account is found before training begins."""
+        self._open().log.head()
+
+    def pause(self) -> None:
+        """Nothing: replicas decide themselves when to swap weights."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Publish these weights, then wait for replicas that are too far behind."""
+        feed = self._open()
+        if self._sent:
+            self._settle(self._sent[-1])
+        self._sent.append(feed.publisher.publish(iterator, step=self._step()))
+        if len(self._sent) == self._sent.maxlen:
+            wait_for_replicas(
+                feed.log,
+                self._settle(self._sent[0]),
+                replicas=self._require_replicas,
+                timeout_s=self._timeout_s,
+                live_s=self._live_s,
+            )
+
+    def resume(self) -> None:
+        """Nothing, as `pause`."""
+
+    def destroy(self) -> None:
+        """Finish what is in flight and give back the feed; the error of the last publication if it failed."""
+        if self._labels is not None:
+            self._labels.stop()
+        if self._feed is None:
+            return
+        feed, self._feed = self._feed, None
+        feed.publisher.close()
+        if isinstance(self._store_or_url, str):
+            feed.log.store.close()
+        last = self._sent[-1] if self._sent and not self._is_reported else None
+        self._sent.clear()
+        self._is_reported = False
+        if last is not None:
+            self._settle(last)
+
+    def _open(self) -> "_OpenFeed":
+        if self._feed is None:
+            given = self._store_or_url
+            store = open_store(given) if isinstance(given, str) else given
+            self._feed = _OpenFeed(Log(store), Publisher(store, **self._options))
+        return self._feed
+
+    def _settle(self, publication: Publication) -> int:
+        """The version of a publication, once it is committed."""
+        try:
+            return publication.wait(self._timeout_s).version
+        except DeltasyncError as error:
+            self._is_reported = True
+            error.add_note(f"the weights of step {publication.step} were not published, so training stops")
+            raise
+
+    def _served(self) -> int | None:
+        """The version that all live replicas have reached; None if there is none."""
+        feed = self._feed
+        found = None if feed is None else slowest(feed.log, live_s=self._live_s)
+        return None if found is None else found.version
+
+    def _update_label(self, model_version: int) -> None:
+        """In place of the worker's own: TRL calls it after each sync, and with an old count when it resumes."""
+        if self._labels is not None:
+            self._labels.sent(model_version, self._sent[-1] if self._sent else None)
+
+
+class _OpenFeed:
+    """A feed that is written to and whose heartbeats are read."""
+
+    def __init__(self, log: Log, publisher: Publisher) -> None:
+        self.log = log
+        self.publisher = publisher
+
+
+class _Labels:
+    """Tells the rollout worker of a version once replicas serve it, in a thread of its own.
+
+    The thread is needed: a trainer that gets no sample fresh enough makes no further step that could look again.
+    While no replica is live, versions are told at once unless `wait_for_first`.
+    """
+
+    def __init__(self, tell: Callable[[int], None], served: Callable[[], int | None], *, wait_for_first: bool) -> None:
+        self._tell = tell
+        self._served = served
+        self._wait_for_first = wait_for_first
+        self._moved = threading.Condition()
+        self._waiting: deque[tuple[int, Publication]] = deque()
+        self._is_stopped = False
+        self._thread: threading.Thread | None = None
+
+    def sent(self, label: int, publication: Publication | None) -> None:
+        """A version of TRL was sent as `publication`; None if it is a count to go on from."""
+        with self._moved:
+            if publication is None:
+                self._tell(label)
+                return
+            self._waiting.append((label, publication))
+            if self._thread is None:
+                self._is_stopped = False
+                self._thread = threading.Thread(target=self._run, name="deltasync-labels", daemon=True)
+                self._thread.start()
+            self._moved.notify_all()
+
+    def stop(self) -> None:
+        """End the thread."""
+        with self._moved:
+            self._is_stopped = True
+            self._waiting.clear()
+            self._moved.notify_all()
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._moved:
+                self._moved.wait_for(lambda: self._is_stopped or bool(self._waiting))
+                if self._is_stopped:
+                    return
+            self._look()
+            with self._moved:
+                self._moved.wait_for(lambda: self._is_stopped or not self._waiting, _LABEL_POLL_S)
+
+    def _look(self) -> None:
+        try:
+            served = self._served()
+        except DeltasyncError as error:
+            _log.warning("the heartbeats cannot be read, samples keep their old label: %s", error)
+            return
+        label = None
+        with self._moved:
+            while self._waiting and self._is_confirmed(self._waiting[0][1].version, served):
+                label = self._waiting.popleft()[0]
+            if label is not None:
+                self._tell(label)
+
+    def _is_confirmed(self, version: int | None, served: int | None) -> bool:
+        if served is None:
+            return not self._wait_for_first
+        return version is not None and version <= served

@@ -91,10 +91,16 @@ template <class U>
 void count_changes(const Kind& kind, const Runs& runs, std::span<const u32> positions, const U* values,
                    std::vector<Group>& groups) {
     u64 period = positions.size() < kChangesAllBelow ? 1 : kChangesPeriod;
+    // The old bits are far apart in memory: ask for those of later changes before they are needed.
+    constexpr u64 kAhead = 16;
     u64 begin = 0, r = 0;
     for (u64 i = 0; i < positions.size(); i += period) {
         while (positions[i] >= begin + runs.data[r].count) begin += runs.data[r++].count;
-        U before = reinterpret_cast<const U*>(runs.data[r].bits)[positions[i] - begin];
+        const U* bits = reinterpret_cast<const U*>(runs.data[r].bits);
+        u64 later = i + kAhead * period;
+        if (later < positions.size() && positions[later] < begin + runs.data[r].count)
+            __builtin_prefetch(bits + (positions[later] - begin));
+        U before = bits[positions[i] - begin];
         Group& group = groups[exponent_of(kind, before)];
         group.changed += period;
         group.steps[bucket_of(zigzag_step<true>(before, values[i])).symbol] += period;

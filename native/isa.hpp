@@ -14,6 +14,12 @@ struct Classes {
     Classes() {
         for (u8& bound : bounds) bound = 255;
     }
+
+    // The exponents of class c.
+    [[gnu::always_inline]] inline u32 lowest(int c) const { return c ? bounds[c - 1] + 1u : 0; }
+    [[gnu::always_inline]] inline u32 highest(int c, const Kind& kind) const {
+        return c < count - 1 ? bounds[c] : kind.exponent_mask;
+    }
 };
 
 // Changed elements, ascending by position, with their new bits.

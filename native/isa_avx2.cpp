@@ -20,9 +20,19 @@ struct Avx2 {
         }
     };
 
-    static __m256i kShift() { return _mm256_set1_epi8(static_cast<char>(0x80)); }
+    static __m256i shifted(__m256i bytes) { return _mm256_xor_si256(bytes, _mm256_set1_epi8(static_cast<char>(0x80))); }
 
     static __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+    static __m256i load_halves(const void* low, const void* high) {
+        return _mm256_loadu2_m128i(static_cast<const __m128i*>(high), static_cast<const __m128i*>(low));
+    }
+
+    static i64 eight_bytes(const u8* p) {
+        i64 eight;
+        std::memcpy(&eight, p, 8);
+        return eight;
+    }
 
     static u64 mask64(__m256i low, __m256i high) {
         return static_cast<u32>(_mm256_movemask_epi8(low)) | u64{static_cast<u32>(_mm256_movemask_epi8(high))} << 32;
@@ -60,92 +70,127 @@ struct Avx2 {
         return ~mask;
     }
 
-    // The exponents of 32 elements as bytes.
+    // Eight exponents of each of four groups as bytes, less 128: group i in the i-th quarter.
     static __m256i exponents(const u8* p, __m128i shift, u32 mask) {
-        return _mm256_and_si256(_mm256_srl_epi16(load(p), shift), _mm256_set1_epi8(static_cast<char>(mask)));
+        __m256i bits =
+            _mm256_setr_epi64x(eight_bytes(p), eight_bytes(p + 64), eight_bytes(p + 128), eight_bytes(p + 192));
+        return shifted(_mm256_and_si256(_mm256_srl_epi16(bits, shift), _mm256_set1_epi8(static_cast<char>(mask))));
     }
 
     static __m256i exponents(const u16* p, __m128i shift, u32 mask) {
         __m256i keep = _mm256_set1_epi16(static_cast<short>(mask));
-        __m256i low = _mm256_and_si256(_mm256_srl_epi16(load(p), shift), keep);
-        __m256i high = _mm256_and_si256(_mm256_srl_epi16(load(p + 16), shift), keep);
-        return in_order(_mm256_packus_epi16(low, high));
+        __m256i even = _mm256_and_si256(_mm256_srl_epi16(load_halves(p, p + 128), shift), keep);
+        __m256i odd = _mm256_and_si256(_mm256_srl_epi16(load_halves(p + 64, p + 192), shift), keep);
+        return shifted(_mm256_packus_epi16(even, odd));
     }
 
     static __m256i exponents(const u32* p, __m128i shift, u32 mask) {
         __m256i keep = _mm256_set1_epi32(static_cast<int>(mask)), part[4];
-        for (int i = 0; i < 4; ++i) part[i] = _mm256_and_si256(_mm256_srl_epi32(load(p + 8 * i), shift), keep);
+        for (int i = 0; i < 4; ++i) part[i] = _mm256_and_si256(_mm256_srl_epi32(load(p + 64 * i), shift), keep);
         __m256i packed =
             _mm256_packus_epi16(_mm256_packs_epi32(part[0], part[1]), _mm256_packs_epi32(part[2], part[3]));
-        return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+        return shifted(_mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
     }
 
-    // Counts of members of each class, eight 16-bit numbers in a register.
+    // Counts of members of each class: four 16-bit numbers in a word.
     template <int K>
     class Tally {
     public:
+        static constexpr u64 kGroups = 4;
+
         Tally(const Kind& kind, const Bounds& bounds)
-            : shift_(_mm_cvtsi32_si128(kind.exponent_shift)), mask_(kind.exponent_mask), bounds_(bounds) {
-            for (__m128i& eight : counts_) eight = _mm_setzero_si128();
-        }
+            : shift_(_mm_cvtsi32_si128(kind.exponent_shift)), mask_(kind.exponent_mask), bounds_(bounds) {}
 
         template <class U>
-        void add(const U* p, u8* exponents) {
-            __m256i low = Avx2::exponents(p, shift_, mask_), high = Avx2::exponents(p + 32, shift_, mask_);
-            _mm256_store_si256(reinterpret_cast<__m256i*>(exponents), low);
-            _mm256_store_si256(reinterpret_cast<__m256i*>(exponents + 32), high);
-            low = _mm256_xor_si256(low, kShift());
-            high = _mm256_xor_si256(high, kShift());
+        void add(const U* p, u16* before, int stride) {
+            __m256i eights[8];
+            for (int i = 0; i < 8; ++i) eights[i] = exponents(p + 8 * i, shift_, mask_);
             // All 64 exceed the bound before the first.
-            __m128i above = _mm_cvtsi32_si128(64);
-            for (int v = 0; v < kVectors; ++v) {
-                __m128i exceed = exceeding(low, high, 8 * v);
-                __m128i shifted = _mm_or_si128(_mm_slli_si128(exceed, 2), above);
-                counts_[v] = _mm_add_epi16(counts_[v], _mm_sub_epi16(shifted, exceed));
-                above = _mm_srli_si128(exceed, 14);
+            __m256i above = _mm256_set1_epi64x(64);
+            for (int w = 0; w < kWords; ++w) {
+                __m256i exceed = exceeding(eights, 4 * w);
+                __m256i members = _mm256_sub_epi16(_mm256_or_si256(_mm256_slli_epi64(exceed, 16), above), exceed);
+                above = _mm256_srli_epi64(exceed, 48);
+                alignas(32) u64 of_group[kGroups];
+                _mm256_store_si256(reinterpret_cast<__m256i*>(of_group), members);
+                for (u64 g = 0; g < kGroups; ++g) {
+                    std::memcpy(before + g * static_cast<u64>(stride) + 4 * w, &counts_[w], 8);
+                    counts_[w] += of_group[g];
+                }
             }
         }
 
-        void store(u16* counts) const {
-            for (int v = 0; v < kVectors; ++v) _mm_store_si128(reinterpret_cast<__m128i*>(counts) + v, counts_[v]);
-        }
+        void store(u16* counts) const { std::memcpy(counts, counts_, sizeof(counts_)); }
 
     private:
-        static constexpr int kVectors = (K + 7) / 8;
+        static constexpr int kWords = (K + 3) / 4;
 
-        // How many exceed bounds t to t + 7, in eight 16-bit numbers; 0 for bounds that are not there.
-        __m128i exceeding(__m256i low, __m256i high, int t) const {
-            __m256i packed[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-            for (int i = 0; i < 8 && t + i < K - 1; ++i) {
-                // Bytes are 0, -1 or -2. The sum of eight as unsigned numbers is minus the count, modulo 256.
-                __m256i both = _mm256_add_epi8(_mm256_cmpgt_epi8(low, bounds_.shifted[t + i]),
-                                               _mm256_cmpgt_epi8(high, bounds_.shifted[t + i]));
-                __m256i sums = _mm256_sad_epu8(both, _mm256_setzero_si256());
-                packed[i / 4] = _mm256_or_si256(packed[i / 4], _mm256_slli_epi64(sums, 16 * (i % 4)));
+        // How many of each group exceed bounds t to t + 3, in four 16-bit numbers; 0 for bounds that are not there.
+        __m256i exceeding(const __m256i* eights, int t) const {
+            __m256i packed = _mm256_setzero_si256();
+            for (int i = 0; i < 4 && t + i < K - 1; ++i) {
+                __m256i bound = bounds_.shifted[t + i], minus = _mm256_cmpgt_epi8(eights[0], bound);
+                for (int e = 1; e < 8; ++e) minus = _mm256_add_epi8(minus, _mm256_cmpgt_epi8(eights[e], bound));
+                __m256i count = _mm256_sub_epi8(_mm256_setzero_si256(), minus);
+                __m256i sums = _mm256_sad_epu8(count, _mm256_setzero_si256());
+                packed = _mm256_or_si256(packed, _mm256_slli_epi64(sums, 16 * i));
             }
-            __m256i halves = _mm256_add_epi16(_mm256_unpacklo_epi64(packed[0], packed[1]),
-                                              _mm256_unpackhi_epi64(packed[0], packed[1]));
-            __m128i minus = _mm_add_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-            return _mm_and_si128(_mm_sub_epi16(_mm_setzero_si128(), minus), _mm_set1_epi16(0xFF));
+            return packed;
         }
 
         __m128i shift_;
         u32 mask_;
         const Bounds& bounds_;
-        __m128i counts_[kVectors];
+        u64 counts_[kWords] = {};
     };
 
+    // Members have an exponent field, in place, from `low` to `low + span`.
     struct Member {
-        __m256i above, upto;
-        u64 all;  // class 0 has no lower bound
-        Member(const Bounds& bounds, int c)
-            : above(bounds.shifted[c ? c - 1 : 0]), upto(bounds.shifted[c]), all(c ? 0 : ~u64{0}) {}
+        __m256i keep, low, span;
 
-        u64 mask(const u8* exponents) const {
-            __m256i low = _mm256_xor_si256(load(exponents), kShift());
-            __m256i high = _mm256_xor_si256(load(exponents + 32), kShift());
-            return (all | mask64(_mm256_cmpgt_epi8(low, above), _mm256_cmpgt_epi8(high, above))) &
-                   ~mask64(_mm256_cmpgt_epi8(low, upto), _mm256_cmpgt_epi8(high, upto));
+        Member() = default;
+        Member(const Kind& kind, const Classes& classes, int c)
+            : keep(fill(kind, kind.exponent_mask)),
+              low(fill(kind, classes.lowest(c))),
+              span(fill(kind, classes.highest(c, kind) - classes.lowest(c))) {}
+
+        u64 mask(const u8* p) const {
+            __m256i beyond[2];
+            for (int i = 0; i < 2; ++i)
+                beyond[i] = _mm256_subs_epu8(_mm256_sub_epi8(_mm256_and_si256(load(p + 32 * i), keep), low), span);
+            return zeros(beyond[0], beyond[1]);
+        }
+
+        u64 mask(const u16* p) const {
+            __m256i beyond[4];
+            for (int i = 0; i < 4; ++i)
+                beyond[i] = _mm256_subs_epu16(_mm256_sub_epi16(_mm256_and_si256(load(p + 16 * i), keep), low), span);
+            // Saturation keeps what is not 0 from becoming 0.
+            return zeros(in_order(_mm256_packs_epi16(beyond[0], beyond[1])),
+                         in_order(_mm256_packs_epi16(beyond[2], beyond[3])));
+        }
+
+        u64 mask(const u32* p) const {
+            u64 bits = 0;
+            for (int i = 0; i < 8; ++i) {
+                __m256i above = _mm256_sub_epi32(_mm256_and_si256(load(p + 8 * i), keep), low);
+                __m256i inside = _mm256_cmpeq_epi32(_mm256_min_epu32(above, span), above);
+                bits |= u64{static_cast<u32>(_mm256_movemask_ps(_mm256_castsi256_ps(inside)))} << (8 * i);
+            }
+            return bits;
+        }
+
+    private:
+        static __m256i fill(const Kind& kind, u32 exponent) {
+            int field = static_cast<int>(exponent << kind.exponent_shift);
+            if (kind.width == 1) return _mm256_set1_epi8(static_cast<char>(field));
+            if (kind.width == 2) return _mm256_set1_epi16(static_cast<short>(field));
+            return _mm256_set1_epi32(field);
+        }
+
+        static u64 zeros(__m256i low, __m256i high) {
+            __m256i zero = _mm256_setzero_si256();
+            return mask64(_mm256_cmpeq_epi8(low, zero), _mm256_cmpeq_epi8(high, zero));
         }
     };
 

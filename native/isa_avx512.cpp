@@ -76,13 +76,15 @@ struct Avx512 {
     template <int K>
     class Tally {
     public:
+        static constexpr u64 kGroups = 1;
+
         Tally(const Kind& kind, const Bounds& bounds)
             : shift_(_mm_cvtsi32_si128(kind.exponent_shift)), mask_(kind.exponent_mask), bounds_(bounds) {}
 
         template <class U>
-        void add(const U* p, u8* exponents) {
+        void add(const U* p, u16* before, int) {
+            store(before);
             __m512i bytes = Avx512::exponents(p, shift_, mask_);
-            _mm512_store_si512(exponents, bytes);
             int above = 64;
             for (int c = 0; c < K; ++c) {
                 int next = c < K - 1 ? ones(_mm512_cmpgt_epu8_mask(bytes, bounds_.byte[c])) : 0;
@@ -100,16 +102,44 @@ struct Avx512 {
         u16 counts_[(K + 7) / 8 * 8] = {};
     };
 
+    // Members have an exponent field, in place, from `low` to `low + span`.
     struct Member {
-        __m512i above, upto;
-        u64 all;  // class 0 has no lower bound
-        Member(const Bounds& bounds, int c)
-            : above(bounds.byte[c ? c - 1 : 0]), upto(bounds.byte[c]), all(c ? 0 : ~u64{0}) {}
+        __m512i keep, low, span;
 
-        u64 mask(const u8* exponents) const {
-            __m512i bytes = load(exponents);
-            return (all | _mm512_cmpgt_epu8_mask(bytes, above)) &
-                   ~static_cast<u64>(_mm512_cmpgt_epu8_mask(bytes, upto));
+        Member() = default;
+        Member(const Kind& kind, const Classes& classes, int c)
+            : keep(fill(kind, kind.exponent_mask)),
+              low(fill(kind, classes.lowest(c))),
+              span(fill(kind, classes.highest(c, kind) - classes.lowest(c))) {}
+
+        u64 mask(const u8* p) const {
+            return _mm512_cmple_epu8_mask(_mm512_sub_epi8(_mm512_and_si512(load(p), keep), low), span);
+        }
+
+        u64 mask(const u16* p) const {
+            u64 bits = 0;
+            for (int i = 0; i < 2; ++i) {
+                __m512i above = _mm512_sub_epi16(_mm512_and_si512(load(p + 32 * i), keep), low);
+                bits |= static_cast<u64>(_mm512_cmple_epu16_mask(above, span)) << (32 * i);
+            }
+            return bits;
+        }
+
+        u64 mask(const u32* p) const {
+            u64 bits = 0;
+            for (int i = 0; i < 4; ++i) {
+                __m512i above = _mm512_sub_epi32(_mm512_and_si512(load(p + 16 * i), keep), low);
+                bits |= static_cast<u64>(_mm512_cmple_epu32_mask(above, span)) << (16 * i);
+            }
+            return bits;
+        }
+
+    private:
+        static __m512i fill(const Kind& kind, u32 exponent) {
+            int field = static_cast<int>(exponent << kind.exponent_shift);
+            if (kind.width == 1) return _mm512_set1_epi8(static_cast<char>(field));
+            if (kind.width == 2) return _mm512_set1_epi16(static_cast<short>(field));
+            return _mm512_set1_epi32(field);
         }
     };
 

@@ -22,10 +22,14 @@ struct Portable {
     template <int K>
     class Tally {
     public:
+        static constexpr u64 kGroups = 1;
+
         Tally(const Kind& kind, const Bounds& bounds) : kind_(kind), bounds_(bounds) {}
 
         template <class U>
-        void add(const U* p, u8* exponents) {
+        void add(const U* p, u16* before, int) {
+            store(before);
+            u8 exponents[64];
             for (int i = 0; i < 64; ++i)
                 exponents[i] = static_cast<u8>(p[i] >> kind_.exponent_shift & kind_.exponent_mask);
             u16 above = 64;
@@ -47,12 +51,18 @@ struct Portable {
     };
 
     struct Member {
-        int above, upto;
-        Member(const Bounds& bounds, int c) : above(c ? bounds.byte[c - 1] : -1), upto(bounds.byte[c]) {}
+        u32 keep, low, span;
 
-        u64 mask(const u8* exponents) const {
+        Member() = default;
+        Member(const Kind& kind, const Classes& classes, int c)
+            : keep(kind.exponent_mask << kind.exponent_shift),
+              low(classes.lowest(c) << kind.exponent_shift),
+              span((classes.highest(c, kind) - classes.lowest(c)) << kind.exponent_shift) {}
+
+        template <class U>
+        u64 mask(const U* p) const {
             u64 bits = 0;
-            for (int i = 0; i < 64; ++i) bits |= u64{exponents[i] > above && exponents[i] <= upto} << i;
+            for (int i = 0; i < 64; ++i) bits |= u64{(p[i] & keep) - low <= span} << i;
             return bits;
         }
     };

@@ -2,10 +2,11 @@
 //   u64  V::different(const U* a, const U* b)                   bit i: element i differs
 //   V::Bounds(const Classes&)                                   bounds in a form that is quick to compare with
 //   V::Tally<K>(const Kind&, Bounds)                            running counts of members of each class:
-//     void add(const U* p, u8* exponents)                         counts 64 elements, and writes their exponents
-//     void store(u16* counts)                                     writes the counts, rounded up to a multiple of 8
-//   V::Member(Bounds, int c)                                    what tells the members of class c:
-//     u64 mask(const u8* exponents)                               bit i: element i is in the class
+//     u64 kGroups                                                 how many times 64 elements it looks at in one go
+//     void add(const U* p, u16* before, int stride)               writes the counts before each 64, and counts them
+//     void store(u16* counts)                                     writes the counts; at least K are written
+//   V::Member(const Kind&, const Classes&, int c)               what tells the members of class c:
+//     u64 mask(const U* p)                                        bit i: element i is in the class
 //   void V::transpose(from, stride, to, stride)                 an 8 by 8 matrix of 16-bit numbers
 //   u64  V::group_of(const u16* first, u32 r)                   the last of 64 ascending numbers that is at most r
 //   u32  V::place(u64 mask)                                     place of the lowest set bit; 0 if there is none
@@ -111,48 +112,79 @@ struct Scan {
         return found;
     }
 
-    // The classes of up to kTile elements: where in its class each group begins, and the exponents to tell members by.
-    template <int K>
-    struct Tile {
+    // Counting takes so long that the processor does not look far enough ahead by itself.
+    template <class U>
+    static void prefetch(const U* p, u64 count) {
+        constexpr u64 kAhead = 4096, kLine = 64;
+        for (u64 at = 0; at < count * sizeof(U); at += kLine)
+            __builtin_prefetch(reinterpret_cast<const u8*>(p) + kAhead + at);
+    }
+
+    // The classes of up to kTile elements: where in its class each group begins.
+    template <class U, int K>
+    class Tile {
+    public:
         static constexpr int kStride = (K + 7) / 8 * 8;
 
-        alignas(64) u8 exponent[kTile];
         alignas(64) u16 first[kTileGroups][kStride];  // members of a class in the tile before a group
         alignas(64) u16 totals[kStride];
 
-        template <class U>
         void look(const Kind& kind, const typename V::Bounds& bounds, const U* p, u64 count) {
-            typename V::template Tally<K> tally(kind, bounds);
+            constexpr u64 kSpan = Tally::kGroups * kGroup;
+            Tally tally(kind, bounds);
+            bits_ = p;
+            whole_ = count / kSpan * Tally::kGroups;
             u64 g = 0;
-            for (; (g + 1) * kGroup <= count; ++g) {
-                tally.store(first[g]);
-                tally.add(p + g * kGroup, exponent + g * kGroup);
+            for (; g < whole_; g += Tally::kGroups) {
+                prefetch(p + g * kGroup, kSpan);
+                tally.add(p + g * kGroup, first[g], kStride);
             }
             u64 rest = count - g * kGroup;
             if (rest) {
-                U tail[kGroup] = {};
-                std::memcpy(tail, p + g * kGroup, rest * sizeof(U));
-                tally.store(first[g]);
-                tally.add(static_cast<const U*>(tail), exponent + g * kGroup);
-                ++g;
+                std::memcpy(tail_, p + g * kGroup, rest * sizeof(U));
+                std::memset(tail_ + rest, 0, (kSpan - rest) * sizeof(U));
+                tally.add(static_cast<const U*>(tail_), first[g], kStride);
+                g += Tally::kGroups;
             }
             // A search must not find groups that are not there: their members come after all others.
             if (g < kTileGroups) std::memset(first[g], 0x7F, sizeof(first) - g * sizeof(first[0]));
             tally.store(totals);
             // The filling has exponent 0 and was counted in class 0.
-            if (rest) totals[0] = static_cast<u16>(totals[0] - (kGroup - rest));
+            if (rest) totals[0] = static_cast<u16>(totals[0] - (kSpan - rest));
         }
+
+        // The elements of a group, filled up with 0.
+        const U* group(u64 g) const { return g < whole_ ? bits_ + g * kGroup : tail_ + (g - whole_) * kGroup; }
+
+    private:
+        using Tally = typename V::template Tally<K>;
+
+        U tail_[Tally::kGroups * kGroup];
+        const U* bits_;
+        u64 whole_;
     };
 
     // `Tile::first` by class.
-    template <int K>
+    template <class U, int K>
     struct Columns {
-        alignas(64) u16 first[Tile<K>::kStride][kTileGroups];
+        static constexpr int kStride = Tile<U, K>::kStride;
 
-        explicit Columns(const Tile<K>& tile) {
+        alignas(64) u16 first[kStride][kTileGroups];
+
+        explicit Columns(const Tile<U, K>& tile) {
             for (u64 g = 0; g < kTileGroups; g += 8)
-                for (int c = 0; c < Tile<K>::kStride; c += 8)
-                    V::transpose(&tile.first[g][c], Tile<K>::kStride, &first[c][g], kTileGroups);
+                for (int c = 0; c < kStride; c += 8)
+                    V::transpose(&tile.first[g][c], kStride, &first[c][g], kTileGroups);
+        }
+    };
+
+    // What tells the members of each class.
+    template <int K>
+    struct Members {
+        typename V::Member of[K];
+
+        Members(const Kind& kind, const Classes& classes) {
+            for (int c = 0; c < classes.count; ++c) of[c] = typename V::Member(kind, classes, c);
         }
     };
 
@@ -165,8 +197,9 @@ struct Scan {
             class_of[e] = 0;
             for (int t = 0; t < K - 1; ++t) class_of[e] = static_cast<u8>(class_of[e] + (e > classes.bounds[t]));
         }
+        const Members<K> members(kind, classes);
         u32 passed[K] = {};  // members of the class before this piece
-        Tile<K> tile;
+        Tile<U, K> tile;
         const U* after = static_cast<const U*>(changed.value);
         U* before = static_cast<U*>(out.before);
         Lanes gained;
@@ -178,13 +211,13 @@ struct Scan {
             u64 k = next;
             for (; k < changed.count && changed.position[k] < piece.position + piece.count; ++k) {
                 u64 i = changed.position[k] - piece.position, g = i / kGroup;
-                int c = class_of[tile.exponent[i]];
-                u64 members = typename V::Member(bounds, c).mask(tile.exponent + g * kGroup);
-                u64 earlier = members & ((u64{1} << i % kGroup) - 1);
+                U bits = piece.bits[i];
+                int c = class_of[bits >> kind.exponent_shift & kind.exponent_mask];
+                u64 earlier = members.of[c].mask(tile.group(g)) & ((u64{1} << i % kGroup) - 1);
                 out.rank[k] = passed[c] + tile.first[g][c] + static_cast<u32>(ones(earlier));
                 out.member[k] = static_cast<u8>(c);
-                before[k] = piece.bits[i];
-                keys.add(i, u64{after[k]} - u64{piece.bits[i]}, lanes);
+                before[k] = bits;
+                keys.add(i, u64{after[k]} - u64{bits}, lanes);
             }
             next = k;
             for (int lane = 0; lane < 2; ++lane) gained.sum[lane] += lanes.sum[lane];
@@ -196,7 +229,8 @@ struct Scan {
     // The elements of a piece that were found to have changed, and what they become.
     template <class U>
     struct Marks {
-        u64 changed[kTileGroups];
+        u64 groups = 0;  // bit g: group g has changes
+        u64 changed[kTileGroups] = {};
         U value[kTile];
         Lanes gained;
     };
@@ -204,16 +238,19 @@ struct Scan {
     // Marks the wanted members of class c in a piece; gives where the next piece goes on. `passed` counts the members
     // before the piece.
     template <bool Relative, class U, int K>
-    static u64 mark(const U* bits, const Tile<K>& tile, const u16* first, const Keys& keys,
-                    const typename V::Member member, int c, const Wanted& wanted, u64 at, u32 passed, Marks<U>& marks) {
+    static u64 mark(const U* bits, const Tile<U, K>& tile, const u16* first, const Keys& keys,
+                    const typename V::Member& member, int c, const Wanted& wanted, u64 at, u32 passed,
+                    Marks<U>& marks) {
         const u32* rank = wanted.rank;
         const U* step = static_cast<const U*>(wanted.step);
         u32 total = tile.totals[c];
+        u64 groups = 0;
         Lanes lanes;
         for (u64 end = wanted.first[c] + wanted.count[c]; at < end && rank[at] - passed < total; ++at) {
             u32 r = rank[at] - passed;
             u64 g = V::group_of(first, r);
-            u32 i = V::select(member.mask(tile.exponent + g * kGroup), r - first[g]);
+            u32 i = V::select(member.mask(tile.group(g)), r - first[g]);
+            groups |= u64{1} << g;
             marks.changed[g] |= u64{1} << i;
             u64 place = g * kGroup + i;
             U before = bits[place];
@@ -225,6 +262,7 @@ struct Scan {
                 marks.value[place] = before;
             }
         }
+        marks.groups |= groups;
         for (int lane = 0; lane < 2; ++lane) marks.gained.sum[lane] += lanes.sum[lane];
         return at;
     }
@@ -233,29 +271,33 @@ struct Scan {
     static void select(const Kind& kind, const Runs& runs, const Classes& classes, const Wanted& wanted,
                        Selected& out) {
         const typename V::Bounds bounds(classes);
+        const Members<K> members(kind, classes);
         u64 at[K];
         for (int c = 0; c < K; ++c) at[c] = wanted.first[c];
         u32 passed[K] = {};
-        Tile<K> tile;
+        Tile<U, K> tile;
         Marks<U> marks;
         pieces<U>(runs, [&](const Piece<U> piece) {
             tile.look(kind, bounds, piece.bits, piece.count);
             const Keys keys(runs.data[piece.run], piece.offset, piece.count);
-            const Columns<K> columns(tile);
-            std::memset(marks.changed, 0, sizeof(marks.changed));
-            for (int c = 0; c < K; ++c) {
-                at[c] = mark<Relative, U, K>(piece.bits, tile, columns.first[c], keys, typename V::Member(bounds, c), c,
-                                             wanted, at[c], passed[c], marks);
+            const Columns<U, K> columns(tile);
+            for (int c = 0; c < classes.count; ++c) {
+                at[c] = mark<Relative, U, K>(piece.bits, tile, columns.first[c], keys, members.of[c], c, wanted, at[c],
+                                             passed[c], marks);
                 passed[c] += tile.totals[c];
             }
             u32* positions = out.position;
             U* values = static_cast<U*>(out.value);
             u64 k = out.count;
-            for (u64 g = 0; g < piece.count; g += kGroup)
+            for (u64 groups = marks.groups; groups; groups &= groups - 1) {
+                u64 g = V::place(groups) * kGroup;
                 k = extract(marks.changed[g / kGroup], k, [=, &marks](u64 to, u32 i) {
                     positions[to] = static_cast<u32>(piece.position + g) + i;
                     values[to] = marks.value[g + i];
                 });
+                marks.changed[g / kGroup] = 0;
+            }
+            marks.groups = 0;
             out.count = k;
         });
         out.gained = marks.gained;

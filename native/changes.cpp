@@ -1,9 +1,11 @@
 #include "changes.hpp"
 
+#include <algorithm>
 #include <array>
 #include <memory>
 
 #include "classes.hpp"
+#include "detect.hpp"
 #include "digest.hpp"
 #include "planes.hpp"
 #include "sequence.hpp"
@@ -59,6 +61,16 @@ void gather(const Runs& runs, std::span<const u32> positions, U* out) {
     });
 }
 
+// Changed elements with their ranks, in ascending order of position.
+template <class U>
+struct Ranking {
+    const u32* rank;
+    const u8* member;
+    const U* before;
+    const U* after;
+    u64 count;
+};
+
 // Changed elements listed class by class: gaps and steps, and how many there are in each class.
 template <bool Float, class U>
 struct ByClass {
@@ -66,8 +78,8 @@ struct ByClass {
     std::unique_ptr<u32[]> gaps;
     std::unique_ptr<U[]> steps;
 
-    ByClass(const u32* rank, const u8* member, const U* before, const U* after, u64 n, int classes)
-        : gaps(room<u32>(n)), steps(room<U>(n)) {
+    ByClass(const Ranking<U>& changes, int classes) : gaps(room<u32>(changes.count)), steps(room<U>(changes.count)) {
+        const auto& [rank, member, before, after, n] = changes;
         for (u64 i = 0; i < n; ++i) ++counts[member[i]];
         std::array<u64, kClassesMax> at{};
         std::array<u32, kClassesMax> next{};
@@ -84,25 +96,11 @@ struct ByClass {
 };
 
 template <bool Float, class U>
-Encoded encode(const Isa& isa, const Kind& kind, const Runs& runs, std::span<const u32> positions, const U* values) {
-    u64 n = positions.size();
-    Classes classes = choose_classes(kind, runs, positions, values);
-    auto before = room<U>(n);
-    auto member = std::make_unique<u8[]>(n);
-    std::unique_ptr<u32[]> ranks;
-    const u32* rank = positions.data();  // with one class the rank is the position
-    Encoded result;
-    if (classes.count == 1) {
-        gather(runs, positions, before.get());
-        result.gained = weigh(runs, positions, before.get(), values);
-    } else {
-        ranks = room<u32>(n);
-        result.gained =
-            isa.rank(kind, runs, classes, {positions.data(), values, n}, {ranks.get(), member.get(), before.get()});
-        rank = ranks.get();
-    }
-    ByClass<Float, U> lists(rank, member.get(), before.get(), values, n, classes.count);
+Encoded encode(const Kind& kind, const Classes& classes, const Ranking<U>& changes, const Lanes& gained) {
+    u64 n = changes.count;
+    ByClass<Float, U> lists(changes, classes.count);
     std::span<const u64> counts(lists.counts.data(), static_cast<std::size_t>(classes.count));
+    Encoded result{false, {}, gained};
     Bytes& out = result.data;
     out.push_back(static_cast<u8>(classes.count));
     for (int c = 1; c < classes.count; ++c) out.push_back(static_cast<u8>(classes.bounds[c - 1] + 1));
@@ -111,11 +109,10 @@ Encoded encode(const Isa& isa, const Kind& kind, const Runs& runs, std::span<con
     u64 head = out.size();
     encode_buckets(out, std::span<const U>(lists.steps.get(), n), counts);
     u64 step_bytes = out.size() - head;
-    result.absolute = false;
     // Steps this long are not small moves of old values; the new values by themselves may be shorter.
     if (8 * step_bytes > kStepBitsWide * n) {
         Bytes planes;
-        Run all{const_cast<u8*>(reinterpret_cast<const u8*>(values)), n, {0, 0}, 0};
+        Run all{const_cast<u8*>(reinterpret_cast<const u8*>(changes.after)), n, {0, 0}, 0};
         encode_planes(planes, kind, {&all, 1, n});
         if (planes.size() < step_bytes) {
             result.absolute = true;
@@ -124,6 +121,77 @@ Encoded encode(const Isa& isa, const Kind& kind, const Runs& runs, std::span<con
         }
     }
     return result;
+}
+
+template <bool Float, class U>
+Encoded encode(const Isa& isa, const Kind& kind, const Runs& runs, std::span<const u32> positions, const U* values) {
+    u64 n = positions.size();
+    Classes classes = choose_classes(kind, runs, positions, values);
+    auto before = room<U>(n);
+    auto member = std::make_unique<u8[]>(n);
+    if (classes.count == 1) {
+        gather(runs, positions, before.get());
+        // With one class the rank is the position.
+        return encode<Float, U>(kind, classes, {positions.data(), member.get(), before.get(), values, n},
+                                weigh(runs, positions, before.get(), values));
+    }
+    auto rank = room<u32>(n);
+    Lanes gained =
+        isa.rank(kind, runs, classes, {positions.data(), values, n}, {rank.get(), member.get(), before.get()});
+    return encode<Float, U>(kind, classes, {rank.get(), member.get(), before.get(), values, n}, gained);
+}
+
+// Changes as Isa::find lists them, with room for as many as there may be.
+class Found {
+public:
+    std::unique_ptr<u32[]> position, rank;
+    std::unique_ptr<u8[]> member, value, before;
+
+    void reserve(u64 count, u64 width) {
+        if (count * width <= room_) return;
+        room_ = count * width;
+        for (auto* list : {&position, &rank}) *list = room<u32>(count);
+        member = room<u8>(count);
+        for (auto* list : {&value, &before}) *list = room<u8>(count * width);
+    }
+
+private:
+    u64 room_ = 0;
+};
+
+// How far a pass came.
+struct Pass {
+    u64 changed;
+    u64 stop;
+    Standing standing;
+};
+
+Pass find(const Isa& isa, const Kind& kind, const Runs& before, const Runs& after, const Classes& classes, u64 start,
+          u64 cell, u64 enough, Found& out) {
+    u64 width = static_cast<u64>(kind.width), all = before.elements;
+    out.reserve(std::min(all, std::min(enough, all) + std::min(cell, all)) + kSlack, width);
+    Pass pass{0, start, {}};
+    while (pass.stop < all && pass.changed < enough) {
+        u64 end = pass.stop + std::min(cell, all - pass.stop), n = pass.changed;
+        std::vector<Run> old = slice(kind, before, pass.stop, end), fresh = slice(kind, after, pass.stop, end);
+        u32* positions = out.position.get() + n;
+        u64 count =
+            isa.find(kind, {old.data(), old.size(), end - pass.stop}, {fresh.data(), fresh.size(), end - pass.stop},
+                     classes, positions, out.value.get() + n * width,
+                     {out.rank.get() + n, out.member.get() + n, out.before.get() + n * width}, pass.standing);
+        for (u64 i = 0; i < count; ++i) positions[i] += static_cast<u32>(pass.stop - start);
+        pass.changed += count;
+        pass.stop = end;
+    }
+    return pass;
+}
+
+Difference encode_found(const Isa& isa, const Kind& kind, const Runs& before, u64 start, u64 stop,
+                        std::span<const u32> positions, const void* values) {
+    if (positions.empty()) return {0, stop, {}};
+    std::vector<Run> block = slice(kind, before, start, stop);
+    return {positions.size(), stop,
+            encode_changes(isa, kind, {block.data(), block.size(), stop - start}, positions, values)};
 }
 
 Classes read_classes(ByteReader& in, const Kind& kind) {
@@ -220,6 +288,30 @@ Encoded encode_changes(const Isa& isa, const Kind& kind, const Runs& before, std
         const U* bits = static_cast<const U*>(values);
         return kind.is_float() ? encode<true>(isa, kind, before, positions, bits)
                                : encode<false>(isa, kind, before, positions, bits);
+    });
+}
+
+Difference encode_difference(const Isa& isa, const Kind& kind, const Runs& before, const Runs& after, u64 start,
+                             u64 cell, u64 enough) {
+    std::vector<Run> old = slice(kind, before, start, before.elements);
+    std::vector<Run> fresh = slice(kind, after, start, before.elements);
+    u64 elements = before.elements - start;
+    auto classes =
+        choose_early(isa, kind, {old.data(), old.size(), elements}, {fresh.data(), fresh.size(), elements}, enough);
+    if (!classes || classes->count == 1) {
+        Detected found = detect(isa, kind, before, after, start, cell, enough);
+        return encode_found(isa, kind, before, start, found.stop, found.positions, found.values.data());
+    }
+    // Room for the worst case is kept from call to call; only what is written takes memory.
+    thread_local Found found;
+    Pass pass = find(isa, kind, before, after, *classes, start, cell, enough, found);
+    if (pass.stop < before.elements || !chosen_by_sample(elements, pass.changed))
+        return encode_found(isa, kind, before, start, pass.stop, {found.position.get(), pass.changed},
+                            found.value.get());
+    return by_width(kind, [&]<class U>(U) -> Difference {
+        Ranking<U> ranking{found.rank.get(), found.member.get(), reinterpret_cast<const U*>(found.before.get()),
+                           reinterpret_cast<const U*>(found.value.get()), pass.changed};
+        return {pass.changed, pass.stop, encode<true>(kind, *classes, ranking, pass.standing.gained)};
     });
 }
 

@@ -8,7 +8,7 @@
 namespace deltasync {
 
 struct Encoded {
-    bool absolute;
+    bool absolute = false;
     Bytes data;
     Lanes gained;
 };
@@ -19,7 +19,17 @@ struct Decoded {
     Lanes gained;
 };
 
+// The block that begins at `start`: how many elements changed, where it ends, and, if there are any, its bytes.
+struct Difference {
+    u64 changed;
+    u64 stop;
+    Encoded block;
+};
+
 Encoded encode_changes(const Isa&, const Kind&, const Runs& before, std::span<const u32> positions, const void* values);
+// What detect and encode_changes give one after the other, where possible in one pass over memory.
+Difference encode_difference(const Isa&, const Kind&, const Runs& before, const Runs& after, u64 start, u64 cell,
+                             u64 enough);
 Decoded decode_changes(const Isa&, const Kind&, const Runs& before, std::span<const u8> data, bool absolute);
 
 // What the digest gains when `values` overwrite `before` at `positions`.

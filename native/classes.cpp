@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <memory>
 
 #include "sequence.hpp"
 #include "steps.hpp"
@@ -10,34 +11,37 @@
 namespace deltasync {
 namespace {
 
-constexpr int kClassesWanted = 12;
+constexpr int kClassesWanted = 10;
 constexpr i64 kClassCost = i64{320} << 12;
-constexpr u64 kSampleAllBelow = u64{1} << 17;
-constexpr u64 kSamplePeriod = 8192, kSampleRun = 64;
-constexpr u64 kChangesAllBelow = u64{1} << 15, kChangesPeriod = 16;
+constexpr u64 kElementsAllBelow = u64{1} << 19, kChangesAllBelow = u64{1} << 15;
+// Not a power of two, so that the sample does not always fall on the same columns of a matrix.
+constexpr u64 kSampleRun = 256, kSampleScale = 124, kSamplePeriod = kSampleRun * kSampleScale;
 
-// floor(4096 * log2(1 + i/256)) by repeated squaring: integers only, the same on every machine.
-constexpr std::array<u64, 256> make_log2_table() {
-    std::array<u64, 256> table{};
+// floor(2^24 * log2(1 + i/256)) by repeated squaring: integers only, the same on every machine.
+constexpr std::array<u64, 257> make_log2_table() {
+    std::array<u64, 257> table{};
     for (u64 i = 0; i < 256; ++i) {
         u64 y = (256 + i) << 22, value = 0;
-        for (int bit = 0; bit < 12; ++bit) {
+        for (int bit = 0; bit < 24; ++bit) {
             y = y * y >> 30;
             value *= 2;
             if (y >> 31) y >>= 1, ++value;
         }
         table[i] = value;
     }
+    table[256] = 1 << 24;
     return table;
 }
 
 constexpr auto kLog2 = make_log2_table();
 
-// n * log2(n) in 1/4096.
+// n * log2(n) in 1/4096, for n up to 2^31: between two places of the table on a straight line.
 i64 weighted_log2(u64 n) {
     if (n == 0) return 0;
     int e = 63 - std::countl_zero(n);
-    return static_cast<i64>(n * ((static_cast<u64>(e) << 12) + kLog2[(n << 8 >> e) & 255]));
+    u64 fraction = (n << 32 >> e) & 0xFFFFFFFF, i = fraction >> 24, rest = fraction & 0xFFFFFF;
+    u64 log2 = (static_cast<u64>(e) << 24) + kLog2[i] + ((kLog2[i + 1] - kLog2[i]) * rest >> 24);
+    return static_cast<i64>(n * log2 >> 12);
 }
 
 // Elements that might share a class: how many there are, and how the changed ones among them stepped.
@@ -68,58 +72,121 @@ u32 exponent_of(const Kind& kind, U bits) {
     return static_cast<u32>(bits >> kind.exponent_shift) & kind.exponent_mask;
 }
 
-template <class U>
-void count_population(const Kind& kind, const Runs& runs, std::vector<Group>& groups) {
-    // Neighbours often share an exponent: four histograms keep one count from waiting for the last.
-    std::array<std::array<u32, 256>, 4> counts{};
-    bool all = runs.elements < kSampleAllBelow;
-    u64 period = all ? 1 : kSamplePeriod, length = all ? 1 : kSampleRun;
+// The first kSampleRun elements of every kSamplePeriod.
+std::vector<Run> sample(const Kind& kind, const Runs& runs) {
+    std::vector<Run> parts;
     u64 begin = 0;
     for (u64 r = 0; r < runs.size; ++r) {
-        const U* p = reinterpret_cast<const U*>(runs.data[r].bits);
-        u64 end = begin + runs.data[r].count;
-        for (u64 sample = begin / period * period; sample < end; sample += period)
-            for (u64 i = std::max(sample, begin); i < std::min(sample + length, end); ++i)
-                ++counts[i % 4][exponent_of(kind, p[i - begin])];
+        Run run = runs.data[r];
+        u64 end = begin + run.count;
+        for (u64 at = begin / kSamplePeriod * kSamplePeriod; at < end; at += kSamplePeriod) {
+            u64 first = std::max(at, begin), last = std::min(at + kSampleRun, end);
+            if (first >= last) continue;
+            parts.push_back(run);
+            parts.back().bits += (first - begin) * static_cast<u64>(kind.width);
+            parts.back().count = last - first;
+        }
         begin = end;
     }
-    for (std::size_t e = 0; e < groups.size(); ++e)
-        groups[e].total = (u64{counts[0][e]} + counts[1][e] + counts[2][e] + counts[3][e]) * (period / length);
+    return parts;
+}
+
+Runs view(const std::vector<Run>& runs) {
+    u64 elements = 0;
+    for (const Run& run : runs) elements += run.count;
+    return {runs.data(), runs.size(), elements};
+}
+
+template <class Call>
+void by_width(const Kind& kind, Call&& call) {
+    if (kind.width == 1) return call(u8{});
+    if (kind.width == 2) return call(u16{});
+    call(u32{});
 }
 
 template <class U>
-void count_changes(const Kind& kind, const Runs& runs, std::span<const u32> positions, const U* values,
+void count_elements(const Kind& kind, const Runs& runs, u64 weight, std::vector<Group>& groups) {
+    // Neighbours often share an exponent: four histograms keep one count from waiting for the last.
+    std::array<std::array<u32, 256>, 4> counts{};
+    for (u64 r = 0; r < runs.size; ++r) {
+        // Samples are far apart in memory: ask for later ones before they are needed.
+        constexpr u64 kAhead = 8;
+        if (r + kAhead < runs.size) __builtin_prefetch(runs.data[r + kAhead].bits);
+        const U* p = reinterpret_cast<const U*>(runs.data[r].bits);
+        for (u64 i = 0; i < runs.data[r].count; ++i) ++counts[i % 4][exponent_of(kind, p[i])];
+    }
+    for (std::size_t e = 0; e < groups.size(); ++e)
+        groups[e].total = (u64{counts[0][e]} + counts[1][e] + counts[2][e] + counts[3][e]) * weight;
+}
+
+template <class U>
+void count_changes(const Kind& kind, const Runs& runs, std::span<const u32> positions, const U* values, u64 weight,
                    std::vector<Group>& groups) {
-    u64 period = positions.size() < kChangesAllBelow ? 1 : kChangesPeriod;
-    // The old bits are far apart in memory: ask for those of later changes before they are needed.
-    constexpr u64 kAhead = 16;
     u64 begin = 0, r = 0;
-    for (u64 i = 0; i < positions.size(); i += period) {
+    for (u64 i = 0; i < positions.size(); ++i) {
         while (positions[i] >= begin + runs.data[r].count) begin += runs.data[r++].count;
         const U* bits = reinterpret_cast<const U*>(runs.data[r].bits);
-        u64 later = i + kAhead * period;
+        // The old bits may be far apart too.
+        u64 later = i + 16;
         if (later < positions.size() && positions[later] < begin + runs.data[r].count)
             __builtin_prefetch(bits + (positions[later] - begin));
         U before = bits[positions[i] - begin];
         Group& group = groups[exponent_of(kind, before)];
-        group.changed += period;
-        group.steps[bucket_of(zigzag_step<true>(before, values[i])).symbol] += period;
+        group.changed += weight;
+        group.steps[bucket_of(zigzag_step<true>(before, values[i])).symbol] += weight;
     }
 }
 
-template <class U>
-std::vector<Group> count(const Kind& kind, const Runs& runs, std::span<const u32> positions, const void* values) {
-    std::vector<Group> groups(kind.exponent_mask + 1);
-    count_population<U>(kind, runs, groups);
-    count_changes<U>(kind, runs, positions, static_cast<const U*>(values), groups);
-    std::vector<Group> present;
-    for (u32 e = 0; e < groups.size(); ++e) {
-        groups[e].first = e;
-        groups[e].total = std::max(groups[e].total, groups[e].changed);
-        if (groups[e].total) present.push_back(groups[e]);
+// Elements of a block by old exponent, and how the changed ones among them stepped.
+class Census {
+public:
+    explicit Census(const Kind& kind) : kind_(kind), groups_(kind.exponent_mask + 1) {}
+
+    void add_elements(const Runs& runs) {
+        bool all = runs.elements < kElementsAllBelow;
+        std::vector<Run> part = all ? std::vector<Run>{} : sample(kind_, runs);
+        by_width(kind_, [&]<class U>(U) {
+            count_elements<U>(kind_, all ? runs : view(part), all ? 1 : kSampleScale, groups_);
+        });
     }
-    return present;
-}
+
+    void add_changes(const Runs& runs, std::span<const u32> positions, const void* values, u64 weight) {
+        by_width(kind_, [&]<class U>(U) {
+            count_changes(kind_, runs, positions, static_cast<const U*>(values), weight, groups_);
+        });
+    }
+
+    // The exponents that occur.
+    std::vector<Group> groups() const {
+        std::vector<Group> present;
+        for (u32 e = 0; e < groups_.size(); ++e) {
+            Group group = groups_[e];
+            group.first = e;
+            group.total = std::max(group.total, group.changed);
+            if (group.total) present.push_back(group);
+        }
+        return present;
+    }
+
+private:
+    Kind kind_;
+    std::vector<Group> groups_;
+};
+
+// Changes that the sample holds.
+template <class U>
+struct Sampled {
+    std::vector<u32> positions;
+    std::vector<U> values;
+
+    Sampled(std::span<const u32> all, const U* bits) {
+        for (u64 i = 0; i < all.size(); ++i) {
+            if (all[i] % kSamplePeriod >= kSampleRun) continue;
+            positions.push_back(all[i]);
+            values.push_back(bits[i]);
+        }
+    }
+};
 
 // A group, and what it would be with its right neighbour.
 struct Candidate {
@@ -135,21 +202,10 @@ void refresh(std::vector<Candidate>& list, std::size_t i) {
     list[i].cost_with_next = list[i].with_next.cost();
 }
 
-}  // namespace
-
-u64 entropy_q12(std::span<const u64> counts) {
-    u64 total = 0;
-    i64 bits = 0;
-    for (u64 n : counts) total += n, bits -= weighted_log2(n);
-    return static_cast<u64>(bits + weighted_log2(total));
-}
-
-Classes choose_classes(const Kind& kind, const Runs& runs, std::span<const u32> positions, const void* values) {
+// Joins neighbours while that costs less than the tables of a class.
+Classes join(const std::vector<Group>& groups) {
     Classes classes;
-    if (!kind.is_float() || runs.elements == 0) return classes;
-    std::vector<Group> groups = kind.width == 1   ? count<u8>(kind, runs, positions, values)
-                                : kind.width == 2 ? count<u16>(kind, runs, positions, values)
-                                                  : count<u32>(kind, runs, positions, values);
+    if (groups.empty()) return classes;
     std::vector<Candidate> list;
     for (const Group& group : groups) list.push_back({group, group.cost(), {}, 0});
     for (std::size_t i = 0; i < list.size(); ++i) refresh(list, i);
@@ -170,6 +226,51 @@ Classes choose_classes(const Kind& kind, const Runs& runs, std::span<const u32> 
     classes.count = static_cast<int>(list.size());
     for (std::size_t i = 1; i < list.size(); ++i) classes.bounds[i - 1] = static_cast<u8>(list[i].group.first - 1);
     return classes;
+}
+
+}  // namespace
+
+u64 entropy_q12(std::span<const u64> counts) {
+    u64 total = 0;
+    i64 bits = 0;
+    for (u64 n : counts) total += n, bits -= weighted_log2(n);
+    return static_cast<u64>(bits + weighted_log2(total));
+}
+
+bool chosen_by_sample(u64 elements, u64 changes) {
+    return elements >= kElementsAllBelow && changes >= kChangesAllBelow;
+}
+
+Classes choose_classes(const Kind& kind, const Runs& runs, std::span<const u32> positions, const void* values) {
+    if (!kind.is_float()) return {};
+    Census census(kind);
+    census.add_elements(runs);
+    if (chosen_by_sample(runs.elements, positions.size())) {
+        by_width(kind, [&]<class U>(U) {
+            Sampled<U> part(positions, static_cast<const U*>(values));
+            census.add_changes(runs, part.positions, part.values.data(), kSampleScale);
+        });
+    } else {
+        census.add_changes(runs, positions, values, 1);
+    }
+    return join(census.groups());
+}
+
+std::optional<Classes> choose_early(const Isa& isa, const Kind& kind, const Runs& before, const Runs& after,
+                                    u64 enough) {
+    if (!kind.is_float() || before.elements < kElementsAllBelow) return {};
+    std::vector<Run> old = sample(kind, before), fresh = sample(kind, after);
+    u64 room = view(old).elements + kSlack;
+    auto positions = std::make_unique_for_overwrite<u32[]>(room);
+    auto values = std::make_unique_for_overwrite<u8[]>(room * static_cast<u64>(kind.width));
+    u64 found = isa.detect(kind.width, view(old), view(fresh), positions.get(), values.get());
+    // A quarter more than the least: the sample may have more changes than its share.
+    u64 likely = found * kSampleScale;
+    if (likely < kChangesAllBelow + kChangesAllBelow / 4 || likely >= enough) return {};
+    Census census(kind);
+    census.add_elements(before);
+    census.add_changes(view(old), {positions.get(), found}, values.get(), kSampleScale);
+    return join(census.groups());
 }
 
 }  // namespace deltasync

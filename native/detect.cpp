@@ -3,9 +3,7 @@
 #include <algorithm>
 
 namespace deltasync {
-namespace {
 
-// The runs that cover positions begin to end.
 std::vector<Run> slice(const Kind& kind, const Runs& runs, u64 begin, u64 end) {
     std::vector<Run> part;
     u64 first = 0;
@@ -21,8 +19,6 @@ std::vector<Run> slice(const Kind& kind, const Runs& runs, u64 begin, u64 end) {
     }
     return part;
 }
-
-}  // namespace
 
 Detected detect(const Isa& isa, const Kind& kind, const Runs& before, const Runs& after, u64 start, u64 cell,
                 u64 enough) {

@@ -11,6 +11,9 @@ struct Detected {
     u64 stop;
 };
 
+// The runs that cover positions begin to end.
+std::vector<Run> slice(const Kind&, const Runs&, u64 begin, u64 end);
+
 // The two have runs of the same lengths. Stops at a multiple of `cell` from `start`, or at the end.
 Detected detect(const Isa&, const Kind&, const Runs& before, const Runs& after, u64 start, u64 cell, u64 enough);
 

@@ -36,6 +36,12 @@ struct Ranked {
     void* before;
 };
 
+// Between runs that are ranked one after the other: the members of each class so far, and what the digest gained.
+struct Standing {
+    u32 passed[kClassesMax] = {};
+    Lanes gained = {};
+};
+
 // Changes by class: `first[c]` is where class c begins in `rank`, which ascends inside each class, and in `step`.
 // Without steps the old bits are given where the new ones would be.
 struct Wanted {
@@ -63,6 +69,9 @@ struct Isa {
     u64 (*detect)(int width, const Runs& before, const Runs& after, u32* positions, void* values);
     // For float kinds with two classes or more. Gives what the changes add to the digest.
     Lanes (*rank)(const Kind&, const Runs&, const Classes&, const Changed&, const Ranked&);
+    // Both in one pass over memory, with room as for detect.
+    u64 (*find)(const Kind&, const Runs& before, const Runs& after, const Classes&, u32* positions, void* values,
+                const Ranked&, Standing&);
     // The inverse of rank. Finds fewer than wanted if a rank is past its class.
     void (*select)(const Kind&, const Runs&, const Classes&, const Wanted&, Selected&);
     Lanes (*digest)(int width, const Runs&);

@@ -103,11 +103,15 @@ void require_pairs(const Kind& kind, const Positions& positions, const Array& va
     if (positions.shape(0) != values.shape(0)) throw Invalid{"changes.length", "positions and values differ in number"};
 }
 
+void require_twins(const Region& before, const Region& after, u64 start, u64 cell) {
+    if (!before.same_shape(after)) throw nb::value_error("the two regions have different runs");
+    if (start > before.elements() || cell == 0) throw nb::value_error("no such stretch");
+}
+
 nb::tuple py_detect(const std::string& isa, Kind kind, const Region& before, const Region& after, u64 start, u64 cell,
                     u64 enough) {
     const Isa& chosen = isa_named(isa);
-    if (!before.same_shape(after)) throw nb::value_error("the two regions have different runs");
-    if (start > before.elements() || cell == 0) throw nb::value_error("no such stretch");
+    require_twins(before, after, start, cell);
     Detected found;
     {
         nb::gil_scoped_release release;
@@ -126,6 +130,19 @@ nb::tuple py_encode_changes(const std::string& isa, Kind kind, const Region& bef
         result = encode_changes(chosen, kind, before.runs(), span_of(positions), values.data());
     }
     return nb::make_tuple(result.absolute, to_bytes(result.data), to_tuple(result.gained));
+}
+
+nb::tuple py_encode_difference(const std::string& isa, Kind kind, const Region& before, const Region& after, u64 start,
+                               u64 cell, u64 enough) {
+    const Isa& chosen = isa_named(isa);
+    require_twins(before, after, start, cell);
+    Difference found;
+    {
+        nb::gil_scoped_release release;
+        found = encode_difference(chosen, kind, before.runs(), after.runs(), start, cell, enough);
+    }
+    const Encoded& block = found.block;
+    return nb::make_tuple(found.changed, found.stop, block.absolute, to_bytes(block.data), to_tuple(block.gained));
 }
 
 nb::tuple py_decode_changes(const std::string& isa, Kind kind, const Region& before, nb::bytes data, bool absolute) {
@@ -220,6 +237,7 @@ NB_MODULE(_native, m) {
     nb::class_<Region>(m, "Region").def(nb::init<const Kind&, nb::tuple, RunTable, KeyTable>());
     m.def("detect", &py_detect);
     m.def("encode_changes", &py_encode_changes);
+    m.def("encode_difference", &py_encode_difference);
     m.def("decode_changes", &py_decode_changes);
     m.def("encode_planes", &py_encode_planes);
     m.def("decode_planes", &py_decode_planes);

@@ -89,35 +89,42 @@ struct Scan {
         return end;
     }
 
+    // Lists the changed elements of a piece from number k on; gives the next number.
+    template <class U>
+    static u64 compare(const Piece<U> old, const U* fresh, u64 k, u32* positions, U* values) {
+        for (u64 g = 0; g < old.count; g += kGroup) {
+            u64 mask = 0;
+            if (g + kGroup <= old.count) {
+                mask = V::different(old.bits + g, fresh + g);
+            } else {
+                for (u64 i = g; i < old.count; ++i) mask |= u64{old.bits[i] != fresh[i]} << (i - g);
+            }
+            k = extract(mask, k, [=](u64 to, u32 i) {
+                positions[to] = static_cast<u32>(old.position + g) + i;
+                values[to] = fresh[g + i];
+            });
+        }
+        return k;
+    }
+
+    template <class U>
+    static const U* twin(const Piece<U>& piece, const Runs& other) {
+        return reinterpret_cast<const U*>(other.data[piece.run].bits) + piece.offset;
+    }
+
     template <class U>
     static u64 detect(const Runs& before, const Runs& after, u32* positions, U* values) {
         u64 found = 0;
-        pieces<U>(before, [&](const Piece<U> old) {
-            const U* fresh = reinterpret_cast<const U*>(after.data[old.run].bits) + old.offset;
-            u64 k = found;
-            for (u64 g = 0; g < old.count; g += kGroup) {
-                u64 mask = 0;
-                if (g + kGroup <= old.count) {
-                    mask = V::different(old.bits + g, fresh + g);
-                } else {
-                    for (u64 i = g; i < old.count; ++i) mask |= u64{old.bits[i] != fresh[i]} << (i - g);
-                }
-                k = extract(mask, k, [=](u64 to, u32 i) {
-                    positions[to] = static_cast<u32>(old.position + g) + i;
-                    values[to] = fresh[g + i];
-                });
-            }
-            found = k;
-        });
+        pieces<U>(before,
+                  [&](const Piece<U> old) { found = compare(old, twin(old, after), found, positions, values); });
         return found;
     }
 
-    // Counting takes so long that the processor does not look far enough ahead by itself.
+    // Asks for what is a tile further on: counting takes so long that the processor does not look ahead by itself.
     template <class U>
-    static void prefetch(const U* p, u64 count) {
-        constexpr u64 kAhead = 4096, kLine = 64;
-        for (u64 at = 0; at < count * sizeof(U); at += kLine)
-            __builtin_prefetch(reinterpret_cast<const u8*>(p) + kAhead + at);
+    static void prefetch_next(const U* p, u64 count) {
+        constexpr u64 kLine = 64 / sizeof(U);
+        for (u64 at = 0; at < count; at += kLine) __builtin_prefetch(p + kTile + at);
     }
 
     // The classes of up to kTile elements: where in its class each group begins.
@@ -129,14 +136,16 @@ struct Scan {
         alignas(64) u16 first[kTileGroups][kStride];  // members of a class in the tile before a group
         alignas(64) u16 totals[kStride];
 
-        void look(const Kind& kind, const typename V::Bounds& bounds, const U* p, u64 count) {
+        // `twin` is read soon too; it may be p.
+        void look(const Kind& kind, const typename V::Bounds& bounds, const U* p, const U* twin, u64 count) {
             constexpr u64 kSpan = Tally::kGroups * kGroup;
             Tally tally(kind, bounds);
             bits_ = p;
             whole_ = count / kSpan * Tally::kGroups;
             u64 g = 0;
             for (; g < whole_; g += Tally::kGroups) {
-                prefetch(p + g * kGroup, kSpan);
+                prefetch_next(p + g * kGroup, kSpan);
+                if (twin != p) prefetch_next(twin + g * kGroup, kSpan);
                 tally.add(p + g * kGroup, first[g], kStride);
             }
             u64 rest = count - g * kGroup;
@@ -188,42 +197,73 @@ struct Scan {
         }
     };
 
+    // Ranks changed elements, piece by piece.
     template <class U, int K>
-    static Lanes rank(const Kind& kind, const Runs& runs, const Classes& classes, const Changed& changed,
-                      const Ranked& out) {
-        const typename V::Bounds bounds(classes);
-        u8 class_of[256];
-        for (int e = 0; e < 256; ++e) {
-            class_of[e] = 0;
-            for (int t = 0; t < K - 1; ++t) class_of[e] = static_cast<u8>(class_of[e] + (e > classes.bounds[t]));
+    class Ranker {
+    public:
+        Ranker(const Kind& kind, const Classes& classes) : kind_(kind), bounds_(classes), members_(kind, classes) {
+            for (int e = 0; e < 256; ++e) {
+                class_of_[e] = 0;
+                for (int t = 0; t < K - 1; ++t) class_of_[e] = static_cast<u8>(class_of_[e] + (e > classes.bounds[t]));
+            }
         }
-        const Members<K> members(kind, classes);
-        u32 passed[K] = {};  // members of the class before this piece
-        Tile<U, K> tile;
-        const U* after = static_cast<const U*>(changed.value);
-        U* before = static_cast<U*>(out.before);
-        Lanes gained;
-        u64 next = 0;
-        pieces<U>(runs, [&](const Piece<U> piece) {
-            tile.look(kind, bounds, piece.bits, piece.count);
-            const Keys keys(runs.data[piece.run], piece.offset, piece.count);
+
+        // The changes from number `first` on, up to `last`, are those of the piece.
+        void rank(const Piece<U> piece, const U* twin, const Run& run, const u32* position, const U* after, u64 first,
+                  u64 last, const Ranked& out, Standing& standing) {
+            tile_.look(kind_, bounds_, piece.bits, twin, piece.count);
+            const Keys keys(run, piece.offset, piece.count);
+            U* before = static_cast<U*>(out.before);
             Lanes lanes;
-            u64 k = next;
-            for (; k < changed.count && changed.position[k] < piece.position + piece.count; ++k) {
-                u64 i = changed.position[k] - piece.position, g = i / kGroup;
+            for (u64 k = first; k < last; ++k) {
+                u64 i = position[k] - piece.position, g = i / kGroup;
                 U bits = piece.bits[i];
-                int c = class_of[bits >> kind.exponent_shift & kind.exponent_mask];
-                u64 earlier = members.of[c].mask(tile.group(g)) & ((u64{1} << i % kGroup) - 1);
-                out.rank[k] = passed[c] + tile.first[g][c] + static_cast<u32>(ones(earlier));
+                int c = class_of_[bits >> kind_.exponent_shift & kind_.exponent_mask];
+                u64 earlier = members_.of[c].mask(tile_.group(g)) & ((u64{1} << i % kGroup) - 1);
+                out.rank[k] = standing.passed[c] + tile_.first[g][c] + static_cast<u32>(ones(earlier));
                 out.member[k] = static_cast<u8>(c);
                 before[k] = bits;
                 keys.add(i, u64{after[k]} - u64{bits}, lanes);
             }
-            next = k;
-            for (int lane = 0; lane < 2; ++lane) gained.sum[lane] += lanes.sum[lane];
-            for (int c = 0; c < K; ++c) passed[c] += tile.totals[c];
+            for (int lane = 0; lane < 2; ++lane) standing.gained.sum[lane] += lanes.sum[lane];
+            for (int c = 0; c < K; ++c) standing.passed[c] += tile_.totals[c];
+        }
+
+    private:
+        Kind kind_;
+        typename V::Bounds bounds_;
+        Members<K> members_;
+        Tile<U, K> tile_;
+        u8 class_of_[256];
+    };
+
+    template <class U, int K>
+    static Lanes rank(const Kind& kind, const Runs& runs, const Classes& classes, const Changed& changed,
+                      const Ranked& out) {
+        Ranker<U, K> ranker(kind, classes);
+        Standing standing;
+        u64 next = 0;
+        pieces<U>(runs, [&](const Piece<U> piece) {
+            u64 first = next;
+            while (next < changed.count && changed.position[next] < piece.position + piece.count) ++next;
+            ranker.rank(piece, piece.bits, runs.data[piece.run], changed.position, static_cast<const U*>(changed.value),
+                        first, next, out, standing);
         });
-        return gained;
+        return standing.gained;
+    }
+
+    template <class U, int K>
+    static u64 find(const Kind& kind, const Runs& before, const Runs& after, const Classes& classes, u32* positions,
+                    U* values, const Ranked& out, Standing& standing) {
+        Ranker<U, K> ranker(kind, classes);
+        u64 found = 0;
+        pieces<U>(before, [&](const Piece<U> piece) {
+            u64 first = found;
+            found = compare(piece, twin(piece, after), found, positions, values);
+            ranker.rank(piece, twin(piece, after), before.data[piece.run], positions, values, first, found, out,
+                        standing);
+        });
+        return found;
     }
 
     // The elements of a piece that were found to have changed, and what they become.
@@ -278,7 +318,7 @@ struct Scan {
         Tile<U, K> tile;
         Marks<U> marks;
         pieces<U>(runs, [&](const Piece<U> piece) {
-            tile.look(kind, bounds, piece.bits, piece.count);
+            tile.look(kind, bounds, piece.bits, piece.bits, piece.count);
             const Keys keys(runs.data[piece.run], piece.offset, piece.count);
             const Columns<U, K> columns(tile);
             for (int c = 0; c < classes.count; ++c) {
@@ -348,8 +388,9 @@ struct Entry {
     template <class U, class Call>
     static auto by_classes(const Classes& classes, Call&& call) {
         if (classes.count <= 4) return call.template operator()<U, 4>();
-        if (classes.count <= 8) return call.template operator()<U, 8>();
-        if (classes.count <= 12) return call.template operator()<U, 12>();
+        if (classes.count <= 7) return call.template operator()<U, 7>();
+        if (classes.count <= 10) return call.template operator()<U, 10>();
+        if (classes.count <= 13) return call.template operator()<U, 13>();
         return call.template operator()<U, 16>();
     }
 
@@ -364,6 +405,14 @@ struct Entry {
                       const Ranked& out) {
         return by_kind(kind, classes,
                        [&]<class U, int K>() { return S::template rank<U, K>(kind, runs, classes, changed, out); });
+    }
+
+    static u64 find(const Kind& kind, const Runs& before, const Runs& after, const Classes& classes, u32* positions,
+                    void* values, const Ranked& out, Standing& standing) {
+        return by_kind(kind, classes, [&]<class U, int K>() {
+            return S::template find<U, K>(kind, before, after, classes, positions, static_cast<U*>(values), out,
+                                          standing);
+        });
     }
 
     static void select(const Kind& kind, const Runs& runs, const Classes& classes, const Wanted& wanted,
@@ -385,7 +434,7 @@ struct Entry {
         }
     }
 
-    static constexpr Isa table(const char* name) { return {name, detect, rank, select, digest}; }
+    static constexpr Isa table(const char* name) { return {name, detect, rank, find, select, digest}; }
 };
 
 }  // namespace

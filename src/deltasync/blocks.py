@@ -4,6 +4,7 @@ Stretches and blocks do not overlap, so that threads never meet; the kernels rel
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from deltasync.apply import overwrite
 from deltasync.codecs import coo, exp, planes
@@ -12,8 +13,9 @@ from deltasync.errors import CorruptError, FormatError, InvalidInputError, Misma
 from deltasync.format import limits
 from deltasync.format.changes import Changes, cut_runs
 from deltasync.format.digest import StateDigest, layout_digest
+from deltasync.format.layout import Layout
 from deltasync.format.payload import Block
-from deltasync.format.weights import Readable, Runs, Weights, whole_runs
+from deltasync.format.weights import Readable, Region, Runs, Weights, whole_runs
 from deltasync.kernels.dispatch import kernels
 from deltasync.parallel import each
 
@@ -33,7 +35,12 @@ def encode_delta(
 ) -> list[Block]:
     """What changed from `old` to `new`. Each block has the smallest of the codecs that `codec` stands for."""
     old.layout.require_equal(new.layout, ours="the old state", theirs="the new state")
-    return _encode(old, lambda runs: detect(old, new, runs), codec, threads, on_progress)
+
+    def exp_blocks(runs: Runs) -> list[Block]:
+        found = exp.encode_difference(old, new, runs)
+        return [_smallest(old.layout, block, partial(new.region, block.runs)) for block in found]
+
+    return _encode(old, exp_blocks, lambda runs: detect(old, new, runs), codec, threads, on_progress)
 
 
 def encode_changed(
@@ -46,7 +53,12 @@ def encode_changed(
 ) -> list[Block]:
     """The same blocks from elements that are known to have changed, as an accelerator finds them."""
     check_changed(old.layout, changed)
-    return _encode(old, lambda runs: regroup(old.layout, changed, runs), codec, threads, on_progress)
+
+    def exp_blocks(runs: Runs) -> list[Block]:
+        found = regroup(old.layout, changed, runs)
+        return [_smallest(old.layout, exp.encode(old, changes), partial(_after, old, changes)) for changes in found]
+
+    return _encode(old, exp_blocks, lambda runs: regroup(old.layout, changed, runs), codec, threads, on_progress)
 
 
 def encode_anchor(
@@ -111,32 +123,40 @@ def digest(weights: Weights, *, threads: int | None = None, on_progress: OnProgr
 
 
 def _encode(
-    old: Weights, source: Source, codec: str, threads: int | None, on_progress: OnProgress | None
+    old: Weights,
+    exp_blocks: Callable[[Runs], list[Block]],
+    source: Source,
+    codec: str,
+    threads: int | None,
+    on_progress: OnProgress | None,
 ) -> list[Block]:
-    encode: Callable[[Weights, Source, Runs], list[Block]]
     if codec == exp.EXP:
-        encode, pieces = _exp, stretches(old.layout)
+        encode, pieces = exp_blocks, stretches(old.layout)
     elif codec == coo.COO:
-        encode = _coo
+        encode = partial(_coo, old, source)
         pieces = [whole_runs(old.layout, [t]) for t, spec in enumerate(old.layout.tensors) if spec.elements]
     else:
         raise InvalidInputError(f"no codec {codec!r} for a delta", hint=f"use {exp.EXP} or {coo.COO}")
-    found = each(lambda runs: encode(old, source, runs), pieces, threads=threads, on_done=_counter(on_progress))
+    found = each(encode, pieces, threads=threads, on_done=_counter(on_progress))
     return [block for blocks in found for block in blocks]
 
 
-def _exp(old: Weights, source: Source, runs: Runs) -> list[Block]:
-    return [_smallest(old, changes) for changes in source(runs)]
-
-
-def _smallest(old: Weights, changes: Changes) -> Block:
-    block = exp.encode(old, changes)
-    weights_bytes = int(changes.runs[:, 2].sum()) * changes.values.itemsize
+def _smallest(layout: Layout, block: Block, new: Callable[[], Region]) -> Block:
+    """The block, or all of its elements as they are in `new`, whichever is smaller."""
+    weights_bytes = int(block.runs[:, 2].sum()) * layout.tensors[block.runs[0, 0]].dtype.width
     # Compressed weights take about two thirds of their size: below a quarter there is nothing to win.
     if 4 * len(block.data) < weights_bytes:
         return block
-    dense = planes.encode_changed(old, changes, digest=block.digest)
+    dense = planes.encode_whole(block, new())
     return dense if len(dense.data) < len(block.data) else block
+
+
+def _after(old: Weights, changes: Changes) -> Region:
+    """The elements of the runs after the changes, in memory of their own."""
+    region = old.region(changes.runs)
+    bits = region.gather()
+    bits[changes.positions] = changes.values
+    return region.holding(bits)
 
 
 def _coo(old: Weights, source: Source, runs: Runs) -> list[Block]:

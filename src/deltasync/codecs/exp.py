@@ -4,11 +4,14 @@ Inside each class of old exponents the gaps between changed elements are coded, 
 place (`exp/1`) or the new bits by themselves (`abs/1`), whichever is smaller.
 """
 
+from collections.abc import Iterator
+
 from deltasync.errors import InvalidInputError
-from deltasync.format.changes import Changes
+from deltasync.format import limits
+from deltasync.format.changes import Changes, slice_runs
 from deltasync.format.digest import StateDigest
 from deltasync.format.payload import Block
-from deltasync.format.weights import Weights
+from deltasync.format.weights import Runs, Weights
 from deltasync.kernels.dispatch import kernels
 
 EXP = "exp/1"
@@ -27,6 +30,20 @@ def encode(old: Weights, changes: Changes) -> Block:
         digest=StateDigest(*lanes),
         data=data,
     )
+
+
+def encode_difference(old: Weights, new: Weights, stretch: Runs) -> Iterator[Block]:
+    """The blocks of one stretch, as `detect` cuts them and `encode` codes them, in one pass over memory."""
+    before, after = old.region(stretch), new.region(stretch)
+    start, elements = 0, before.elements
+    while start < elements:
+        changed, stop, absolute, data, lanes = kernels().encode_difference(
+            before, after, start, cell=limits.CELL_ELEMENTS, enough=limits.BLOCK_CHANGES_SOFT
+        )
+        if changed:
+            runs = slice_runs(stretch, start, stop)
+            yield Block(ABS if absolute else EXP, runs, changed, StateDigest(*lanes), data)
+        start = stop
 
 
 def decode(old: Weights, block: Block) -> tuple[list[Changes], StateDigest]:

@@ -3,10 +3,12 @@
 Anchors consist of it, and a block of a delta falls back to it when so much changed that the weights are smaller.
 """
 
+from dataclasses import replace
+
 from deltasync.format.changes import Changes
 from deltasync.format.digest import StateDigest
 from deltasync.format.payload import Block
-from deltasync.format.weights import Readable, Runs, Weights
+from deltasync.format.weights import Readable, Region, Runs, Weights
 from deltasync.kernels.dispatch import kernels
 
 PLANES = "planes/1"
@@ -24,18 +26,9 @@ def encode(new: Readable, runs: Runs) -> Block:
     )
 
 
-def encode_changed(old: Weights, changes: Changes, *, digest: StateDigest) -> Block:
-    """A block of a delta that carries all of its elements; `digest` is what the changes add."""
-    region = old.region(changes.runs)
-    bits = region.gather()
-    bits[slice(None) if changes.positions is None else changes.positions] = changes.values
-    return Block(
-        codec=PLANES,
-        runs=changes.runs,
-        changed=len(changes.values),
-        digest=digest,
-        data=kernels().encode_planes(region.holding(bits)),
-    )
+def encode_whole(block: Block, new: Region) -> Block:
+    """The same change as `block`, told by all of its elements after it."""
+    return replace(block, codec=PLANES, data=kernels().encode_planes(new))
 
 
 def decode(old: Weights, block: Block, *, relative: bool) -> tuple[list[Changes], StateDigest]:

@@ -25,6 +25,9 @@ def detect(
 def encode_changes(
     isa: str, kind: Kind, before: Region, positions: _Positions, values: NDArray[Any], /
 ) -> tuple[bool, bytes, _Lanes]: ...
+def encode_difference(
+    isa: str, kind: Kind, before: Region, after: Region, start: int, cell: int, enough: int, /
+) -> tuple[int, int, bool, bytes, _Lanes]: ...
 def decode_changes(
     isa: str, kind: Kind, before: Region, data: bytes, absolute: bool, /
 ) -> tuple[_Positions, _Bytes, _Lanes]: ...

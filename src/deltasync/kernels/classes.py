@@ -13,11 +13,10 @@ from deltasync.kernels import sequence
 CLASSES_MAX = limits.CLASSES_MAX
 
 # The rest of this module's constants steer the writer only; a reader takes whatever thresholds it finds.
-_CLASSES_WANTED = 12
+_CLASSES_WANTED = 10
 _CLASS_COST_BITS = 320
-_SAMPLE_ALL_BELOW = 1 << 17
-_SAMPLE_PERIOD, _SAMPLE_RUN = 8192, 64
-_CHANGES_ALL_BELOW, _CHANGES_PERIOD = 1 << 15, 16
+_ELEMENTS_ALL_BELOW, _CHANGES_ALL_BELOW = 1 << 19, 1 << 15
+_SAMPLE_RUN, _SAMPLE_SCALE = 256, 124
 
 
 def exponents(dtype: DType, bits: Bits) -> NDArray[np.uint64]:
@@ -49,11 +48,14 @@ def choose(dtype: DType, before: Bits, positions: NDArray[np.uint32], values: Bi
     """Thresholds between classes: neighbouring exponents are merged while that costs less than a class's tables."""
     if not dtype.is_float:
         return np.empty(0, np.uint8)
-    period = 1 if len(positions) < _CHANGES_ALL_BELOW else _CHANGES_PERIOD
-    were, became = before[positions[::period]], values[::period]
-    symbols = sequence.buckets(zigzag_steps(dtype, were, became))[0]
+    scale = 1
+    if len(before) >= _ELEMENTS_ALL_BELOW and len(positions) >= _CHANGES_ALL_BELOW:
+        scale, sampled = _SAMPLE_SCALE, _in_sample(positions)
+        positions, values = positions[sampled], values[sampled]
+    were = before[positions]
+    symbols = sequence.buckets(zigzag_steps(dtype, were, values))[0]
     steps = np.zeros((dtype.exponent_mask + 1, sequence.BUCKETS_MAX), np.int64)
-    np.add.at(steps, (exponents(dtype, were).astype(np.int64), symbols), period)
+    np.add.at(steps, (exponents(dtype, were).astype(np.int64), symbols), scale)
     total = np.maximum(_population(dtype, before), steps.sum(axis=1))
     firsts = np.flatnonzero(total).tolist()
     groups = [(int(total[e]), steps[e]) for e in firsts]
@@ -77,7 +79,7 @@ def choose(dtype: DType, before: Bits, positions: NDArray[np.uint32], values: Bi
 def entropy_q12(counts: NDArray[np.int64]) -> int:
     """Bits to code symbols with these counts by an ideal order-0 coder, in units of 1/4096 bit."""
     total = int(counts.sum())
-    return total * _log2_q12(total) - sum(int(c) * _log2_q12(int(c)) for c in counts.tolist() if c)
+    return _n_log2_n(total) - sum(_n_log2_n(int(c)) for c in counts.tolist())
 
 
 def _ordinal(dtype: DType, bits: Bits) -> Bits:
@@ -95,13 +97,17 @@ def _from_ordinal(dtype: DType, ordinal: Bits) -> Bits:
     return np.where(ordinal & sign, ordinal ^ sign, ~ordinal).astype(ordinal.dtype)
 
 
+def _in_sample(positions: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Which positions belong to the fixed sample of a large block."""
+    found: NDArray[np.bool_] = positions % (_SAMPLE_RUN * _SAMPLE_SCALE) < _SAMPLE_RUN
+    return found
+
+
 def _population(dtype: DType, before: Bits) -> NDArray[np.int64]:
-    """How many elements have each exponent: counted in small blocks, estimated from a fixed sample in large ones."""
-    if len(before) < _SAMPLE_ALL_BELOW:
-        scale = 1
-    else:
-        scale = _SAMPLE_PERIOD // _SAMPLE_RUN
-        before = before[np.arange(len(before)) % _SAMPLE_PERIOD < _SAMPLE_RUN]
+    """How many elements have each exponent: counted in small blocks, estimated from the sample in large ones."""
+    scale = 1
+    if len(before) >= _ELEMENTS_ALL_BELOW:
+        scale, before = _SAMPLE_SCALE, before[_in_sample(np.arange(len(before)))]
     return np.bincount(exponents(dtype, before).astype(np.int64), minlength=dtype.exponent_mask + 1) * scale
 
 
@@ -112,30 +118,31 @@ def _joined(groups: list[tuple[int, NDArray[np.int64]]], i: int) -> tuple[int, N
 
 def _cost(total: int, steps: NDArray[np.int64]) -> int:
     """Bits, in 1/4096, to tell which of `total` elements changed and by which step symbol."""
-    unchanged = total - int(steps.sum())
-    cost = total * _log2_q12(total) - unchanged * _log2_q12(unchanged)
-    return cost - sum(int(n) * _log2_q12(int(n)) for n in steps[steps > 0].tolist())
+    cost = _n_log2_n(total) - _n_log2_n(total - int(steps.sum()))
+    return cost - sum(_n_log2_n(int(n)) for n in steps[steps > 0].tolist())
 
 
 @cache
 def _log2_table() -> list[int]:
-    """floor(4096 * log2(1 + i/256)) by repeated squaring: integers only, so that every machine gets the same table."""
+    """floor(2^24 * log2(1 + i/256)) by repeated squaring: integers only, so that every machine gets the same table."""
     table = []
     for i in range(256):
         y, value = (256 + i) << 22, 0
-        for _ in range(12):
+        for _ in range(24):
             y = y * y >> 30
             value *= 2
             if y >> 31:
                 y >>= 1
                 value += 1
         table.append(value)
-    return table
+    return [*table, 1 << 24]
 
 
-def _log2_q12(n: int) -> int:
-    """log2(n) in units of 1/4096, rounded down to a table of 256 steps an octave; 0 for 0."""
+def _n_log2_n(n: int) -> int:
+    """n * log2(n) in units of 1/4096, with straight lines between 256 places an octave; 0 for 0."""
     if n == 0:
         return 0
     e = n.bit_length() - 1
-    return (e << 12) + _log2_table()[((n << 8) >> e) & 255]
+    place, rest = divmod(((n << 32) >> e) & 0xFFFFFFFF, 1 << 24)
+    low, high = _log2_table()[place : place + 2]
+    return n * ((e << 24) + low + ((high - low) * rest >> 24)) >> 12

@@ -37,6 +37,12 @@ class NativeKernels:
             )
         return absolute, data, lanes
 
+    def encode_difference(
+        self, old: Region, new: Region, start: int, *, cell: int, enough: int
+    ) -> tuple[int, int, bool, bytes, Lanes]:
+        kind = _kind(old.dtype)
+        return _native.encode_difference(self.name, kind, _region(old), _region(new), start, cell, enough)
+
     def decode_changes(self, old: Region, data: bytes, *, absolute: bool) -> tuple[Positions, Bits, Lanes]:
         with _translated():
             positions, values, lanes = _native.decode_changes(self.name, _kind(old.dtype), _region(old), data, absolute)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from deltasync.errors import CorruptError, InvalidInputError
 from deltasync.format import limits
-from deltasync.format.changes import Positions
+from deltasync.format.changes import Positions, slice_runs
 from deltasync.format.dtypes import DType
 from deltasync.format.weights import Bits, Region
 from deltasync.kernels import classes, digesting, sequence
@@ -106,6 +106,19 @@ def encode_changes(old: Region, positions: Positions, values: Bits) -> tuple[boo
     return absolute, bytes(out), digest_change(old, positions, values)
 
 
+def encode_difference(
+    old: Region, new: Region, start: int, *, cell: int, enough: int
+) -> tuple[int, int, bool, bytes, Lanes]:
+    """`detect` and `encode_changes` in one: the block that begins at `start`.
+
+    Gives how many elements changed, where the block ends, and what `encode_changes` gives; no bytes if nothing changed.
+    """
+    positions, values, stop = detect(old, new, start, cell=cell, enough=enough)
+    if not len(positions):
+        return 0, stop, False, b"", (0, 0)
+    return len(positions), stop, *encode_changes(_part(old, start, stop), positions, values)
+
+
 def decode_changes(old: Region, data: bytes, *, absolute: bool) -> tuple[Positions, Bits, Lanes]:
     """The inverse of `encode_changes`; CorruptError with the broken rule on anything else."""
     before = old.gather()
@@ -140,6 +153,16 @@ def decode_planes(data: bytes, elements: int, dtype: DType) -> Bits:
     bits = _decode_planes(reader, elements, dtype)
     reader.require_end()
     return bits
+
+
+def _part(region: Region, start: int, stop: int) -> Region:
+    """The elements at positions `start` to `stop`."""
+    ends = np.cumsum(region.runs[:, 2])
+    begins = ends - region.runs[:, 2]
+    keys = region.keys.copy()
+    keys[:, 2] += np.maximum(start - begins, 0).astype(np.uint64)
+    kept = np.maximum(begins, start) < np.minimum(ends, stop)
+    return Region(region.dtype, region.arrays, slice_runs(region.runs, start, stop), keys[kept])
 
 
 _RAW, _CODED = 0, 1
@@ -239,6 +262,7 @@ class ReferenceKernels:
     name = "reference"
     detect = staticmethod(detect)
     encode_changes = staticmethod(encode_changes)
+    encode_difference = staticmethod(encode_difference)
     decode_changes = staticmethod(decode_changes)
     encode_planes = staticmethod(encode_planes)
     decode_planes = staticmethod(decode_planes)

@@ -6,7 +6,7 @@ memory is bounded and nothing that changed is lost: it is part of the later vers
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -45,7 +45,7 @@ class _Job:
 
     publications: list[Publication]
     held_s: float
-    captured: Sequence[Changes] | None
+    captured: list[Changes] | None
     changed: Changed | None = None
 
     @property
@@ -55,8 +55,7 @@ class _Job:
     def ordered(self, layout: Layout) -> Changed:
         """What changed, by tensor."""
         if self.changed is None:
-            self.changed = by_tensor(layout, () if self.captured is None else self.captured)
-            self.captured = ()
+            self.changed = by_tensor(layout, _given_away([] if self.captured is None else self.captured))
         return self.changed
 
 
@@ -91,7 +90,7 @@ class Pipeline:
 
     def submit(self, captured: Sequence[Changes], *, step: int | None, held_s: float) -> Publication:
         """What was captured against the shadow as it is. Called with the shadow's lock held since before that."""
-        return self._enqueue(_Job([Publication(step)], held_s, captured))
+        return self._enqueue(_Job([Publication(step)], held_s, list(captured)))
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Until nothing is in flight or pending; False on time-out."""
@@ -213,6 +212,13 @@ class Pipeline:
             _log.info("%s", event)
             if self._observer is not None:
                 self._observer(event)
+
+
+def _given_away(captured: list[Changes]) -> Iterator[Changes]:
+    """One by one, and gone from the list: nobody holds what the taker has let go of."""
+    captured.reverse()
+    while captured:
+        yield captured.pop()
 
 
 def _complain(done: "Future[None]") -> None:

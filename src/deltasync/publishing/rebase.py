@@ -1,6 +1,7 @@
 """Changes by tensor, and what becomes of a capture when the shadow moves on under it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,23 @@ from deltasync.format.weights import Bits, Weights
 
 
 def by_tensor(layout: Layout, captured: Iterable[Changes]) -> Changed:
-    """Captured changes as ascending indices and bits of each tensor. Captures come in the order of the layout."""
-    parts: dict[int, list[tuple[NDArray[np.unsignedinteger], Bits]]] = {}
+    """Captured changes as ascending indices and bits of each tensor.
+
+    Captures come in the order of the layout, at least for tensors of one element type. Nothing of one is kept once its
+    tensors are done, so that an iterator that gives them away needs hardly more memory than they did.
+    """
+    result: dict[str, tuple[NDArray[np.unsignedinteger], Bits]] = {}
+    for ordinal, parts in groupby(_parts(layout, captured), key=lambda part: part[0]):
+        found = [(indices, values) for _, indices, values in parts]
+        name = layout.tensors[ordinal].name
+        if name in result:
+            raise ValueError(f"the changes of {name!r} did not come together")
+        result[name] = np.concatenate([i for i, _ in found]), np.concatenate([v for _, v in found])
+    return result
+
+
+def _parts(layout: Layout, captured: Iterable[Changes]) -> Iterator[tuple[int, NDArray[np.unsignedinteger], Bits]]:
+    """Ordinal, indices and bits of each run that has changes."""
     for changes in captured:
         if changes.positions is None:
             raise ValueError("a capture has positions")
@@ -25,14 +41,8 @@ def by_tensor(layout: Layout, captured: Iterable[Changes]) -> Changed:
                 wide = index_dtype(layout, ordinal)
                 # The difference can be negative, the sum is not: unsigned arithmetic wraps around to it.
                 shift = np.array(first - (end - count)).astype(np.int64).astype(wide)
-                parts.setdefault(ordinal, []).append(
-                    (changes.positions[lo:hi].astype(wide) + shift, changes.values[lo:hi])
-                )
+                yield ordinal, changes.positions[lo:hi].astype(wide) + shift, changes.values[lo:hi]
             lo = hi
-    return {
-        layout.tensors[ordinal].name: (np.concatenate([i for i, _ in found]), np.concatenate([v for _, v in found]))
-        for ordinal, found in parts.items()
-    }
 
 
 def index_dtype(layout: Layout, ordinal: int) -> "np.dtype[np.unsignedinteger]":

@@ -6,7 +6,7 @@ PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pyt
 NATIVE := CMakeLists.txt $(wildcard native/*)
 FUZZ_SECONDS ?= 60
 
-.PHONY: demo test test-e2e lint install bench bench-codec bench-store fuzz format clean
+.PHONY: demo test test-e2e lint install bench bench-codec bench-store bench-publish fuzz format clean
 
 demo: install
 	$(BIN)/python examples/feed.py
@@ -32,13 +32,16 @@ format: install
 fuzz:
 	tests/fuzz/run.sh $(FUZZ_SECONDS)
 
-bench: bench-codec bench-store
+bench: bench-codec bench-store bench-publish
 
 bench-codec: $(VENV)/bench.stamp
 	$(BIN)/python -m benchmarks.codec
 
 bench-store: $(VENV)/e2e.stamp
 	$(BIN)/python -m benchmarks.store
+
+bench-publish: $(VENV)/e2e.stamp $(VENV)/bench.stamp
+	$(BIN)/python -m benchmarks.publish
 
 install: $(VENV)/install.stamp
 

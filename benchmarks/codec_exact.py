@@ -6,8 +6,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.codec_plan import Plan, Section, at_most
+from benchmarks.codec_plan import Plan
 from benchmarks.report import say
+from benchmarks.sections import Section, at_most
 from deltasync import apply, diff
 from deltasync.codecs.coo import COO
 from deltasync.codecs.exp import EXP

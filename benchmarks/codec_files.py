@@ -16,13 +16,14 @@ from tempfile import TemporaryDirectory
 
 import ml_dtypes
 
-from benchmarks.codec_plan import THREADS, Plan, Section, Target, at_most, model_pair
+from benchmarks.codec_plan import THREADS, Plan, model_pair
 from benchmarks.data.files import WEIGHTS_NAME, write_pair
 from benchmarks.data.pair import Pair
 from benchmarks.data.smol import DEFAULT_OUT
 from benchmarks.kernel_clock import busy_seconds, kernel_clock
 from benchmarks.machine import Call, Timing, time_rounds
 from benchmarks.report import Row, say
+from benchmarks.sections import Section, Target, at_most
 from deltasync import oneshot
 
 START, READ, DIFF, COPY, APPLY = "start", "cat OLD NEW", "deltasync diff", "cp OLD + fsync", "deltasync apply"

@@ -5,10 +5,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from benchmarks.codec_plan import MODEL_DENSITY, THREADS, Plan, Section, Target, at_most
+from benchmarks.codec_plan import MODEL_DENSITY, THREADS, Plan
 from benchmarks.data.synthetic import Shape, bf16_pair
 from benchmarks.machine import peak_extra_bytes
 from benchmarks.report import Row, say
+from benchmarks.sections import Section, Target, at_most
 from benchmarks.states import copy_of, delta_file, states_of
 from deltasync import blocks
 from deltasync.format.payload import Block, Payload

@@ -1,14 +1,14 @@
-"""What one run of the codec benchmark covers: sizes, repeats and data sets; what a section hands back."""
+"""What one run of the codec benchmark covers: sizes, repeats and data sets."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 
 from benchmarks.data import smol, synthetic
 from benchmarks.data.pair import Pair
 from benchmarks.data.synthetic import QWEN3_0_6B, SMALL, TINY, Shape
-from benchmarks.report import Row, say
+from benchmarks.report import say
 
 THREADS = 2
 MODEL_DENSITY = 0.01
@@ -36,38 +36,6 @@ class Plan:
 
 FULL = Plan()
 QUICK = Plan(quick=True, model=SMALL, small=TINY, real_steps=1, repeats=2, file_repeats=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One claim of the project, and whether this run bears it out."""
-
-    claim: str
-    wanted: str
-    measured: float
-    met: bool
-
-    def row(self) -> Row:
-        """Give a row of the table of targets."""
-        return {"claim": self.claim, "target": self.wanted, "measured": self.measured, "met": self.met}
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """What one part of the benchmark found: tables by title, and its targets."""
-
-    tables: dict[str, list[Row]] = field(default_factory=dict)
-    targets: list[Target] = field(default_factory=list)
-
-
-def at_most(claim: str, measured: float, limit: float, *, unit: str = "") -> Target:
-    """Make a target that is met by `limit` or less."""
-    return Target(claim, f"<= {limit:,.4g}{unit}", measured, measured <= limit)
-
-
-def at_least(claim: str, measured: float, limit: float) -> Target:
-    """Make a target that is met by `limit` or more."""
-    return Target(claim, f">= {limit:,.4g}", measured, measured >= limit)
 
 
 @cache

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from benchmarks.baselines import BASELINES, Baseline, SizeOnly, self_check
 from benchmarks.bits import Bits
-from benchmarks.codec_plan import DENSITY, MODEL, REAL, THREADS, Plan, Section, Target, at_least, at_most, data_sets
+from benchmarks.codec_plan import DENSITY, MODEL, REAL, THREADS, Plan, data_sets
 from benchmarks.data.pair import Pair
 from benchmarks.entropy import Entropy, conditional_entropy
 from benchmarks.report import Row, say
+from benchmarks.sections import Section, Target, at_least, at_most
 from benchmarks.states import States, anchor_file, delta_file, restores, states_of
 from deltasync import blocks
 from deltasync.codecs.coo import COO

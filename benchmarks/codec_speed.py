@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.codec_plan import THREADS, Plan, Section, Target, at_least, model_pair
+from benchmarks.codec_plan import THREADS, Plan, model_pair
 from benchmarks.codec_stages import DECODE_APPLY, DECODE_INTO, DETECT_ENCODE, TORCH, Stage, groups
 from benchmarks.machine import (
     Call,
@@ -17,6 +17,7 @@ from benchmarks.machine import (
     time_rounds,
 )
 from benchmarks.report import Row, say
+from benchmarks.sections import Section, Target, at_least
 
 THREAD_COUNTS = (1, THREADS)
 

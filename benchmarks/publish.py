@@ -5,18 +5,14 @@
 A full run writes `benchmarks/results/publish.json`; a partial one writes `publish-partial.json`, which git ignores.
 """
 
-import argparse
 import os
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks import publish_held, publish_memory, publish_real
-from benchmarks.codec_plan import Section, at_least
 from benchmarks.data.synthetic import QWEN3_0_6B, SMALL, Shape
-from benchmarks.report import Row, print_table, say, write_results
-from deltasync.kernels.dispatch import kernels
+from benchmarks.sections import Section, at_least, run_sections
 from deltasync.store.opening import open_store
 from tests.servers import seaweed
 
@@ -58,27 +54,5 @@ SECTIONS: dict[str, Callable[[Plan], Section]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(prog="benchmarks.publish", description="Measure the publisher.")
-    parser.add_argument("--quick", action="store_true", help="small shapes and few repeats: a smoke test")
-    parser.add_argument("--only", choices=sorted(SECTIONS), help="run one section")
-    options = parser.parse_args(arguments)
-    plan = QUICK if options.quick else FULL
-    started = time.monotonic()
-    found = [SECTIONS[name](plan) for name in ([options.only] if options.only else SECTIONS)]
-    tables: dict[str, Sequence[Row]] = {title: rows for one in found for title, rows in one.tables.items()}
-    tables["targets"] = [target.row() for one in found for target in one.targets]
-    for title, rows in tables.items():
-        print_table(title, rows)
-    is_partial = options.quick or options.only is not None
-    path = write_results(
-        "publish-partial" if is_partial else "publish",
-        tables,
-        facts={"kernels": kernels().name, "quick": options.quick, "run_seconds": round(time.monotonic() - started)},
-    )
-    say(f"results in {path.parent.name}/{path.name}")
-
-
 if __name__ == "__main__":
-    main()
+    run_sections("publish", "Measure the publisher.", SECTIONS, full=FULL, quick=QUICK)

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.codec_plan import MODEL_DENSITY, THREADS, Section, Target, at_most
+from benchmarks.codec_plan import MODEL_DENSITY, THREADS
 from benchmarks.data import synthetic
 from benchmarks.data.synthetic import Shape
 from benchmarks.machine import Call, Timing, bandwidth, fill_memory, read_calls, time_rounds
 from benchmarks.publish_ways import Announced, State, write_full
 from benchmarks.report import Row, say
+from benchmarks.sections import Section, Target, at_most
 from deltasync.publishing.events import PublishEvent
 from deltasync.publishing.policy import NEVER
 from deltasync.store.local import LocalStore

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.codec_plan import THREADS, Section, at_most
+from benchmarks.codec_plan import THREADS
 from benchmarks.data.synthetic import Shape
 from benchmarks.machine import peak_extra_bytes
 from benchmarks.publish_held import PUBLISHED, Case, cases
 from benchmarks.report import Row, say
+from benchmarks.sections import Section, at_most
 from deltasync.publishing.policy import NEVER
 from deltasync.store.local import LocalStore
 from deltasync.trainer.publisher import Publisher

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -10,6 +10,7 @@ from deltasync import blocks
 from deltasync.anchors import grouped, put_anchor
 from deltasync.detect import Changed
 from deltasync.errors import StoreError
+from deltasync.format.companions import write_files
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef
 from deltasync.format.payload import Block, PayloadHeader, write_payload
@@ -73,6 +74,14 @@ class Retry:
             self.count += 1
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
+
+
+def put_files(writer: Writer, files: Mapping[str, bytes], *, retry_s: float) -> PayloadRef | None:
+    """Put the files beside the weights, if there are any."""
+    if not files:
+        return None
+    data = write_files(files)
+    return Retry(retry_s)(lambda: writer.put(data))
 
 
 Join = Callable[[str, Callable[[], Part], Callable[[Part], _T]], _T]

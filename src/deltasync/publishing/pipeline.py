@@ -214,6 +214,21 @@ class Pipeline:
                 self._observer(event)
 
 
+@dataclass(slots=True)
+class Running:
+    """What an open publisher has. `is_filled`: the shadow holds weights, of a version or of the first one to come."""
+
+    shadow: Shadow
+    anchoring: Anchoring
+    pipeline: Pipeline
+    is_filled: bool
+
+    def close(self) -> None:
+        """Finish what was submitted, anchors included."""
+        self.pipeline.close()
+        self.anchoring.close()
+
+
 def _given_away(captured: list[Changes]) -> Iterator[Changes]:
     """One by one, and gone from the list: nobody holds what the taker has let go of."""
     captured.reverse()

@@ -9,17 +9,17 @@ from pathlib import Path
 from deltasync import blocks
 from deltasync.errors import InvalidInputError
 from deltasync.format.changes import Changes
-from deltasync.format.companions import write_files
 from deltasync.format.layout import Layout, TensorSpec
-from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
+from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.weights import Bits, Readable, Weights
+from deltasync.log.log import Log
 from deltasync.log.planning import plan
 from deltasync.log.writer import Writer
 from deltasync.publishing.anchoring import Anchoring, Since
 from deltasync.publishing.capture import capture, capture_each, collect, copy_each, copy_into, require_same
 from deltasync.publishing.events import Observer, Publication
-from deltasync.publishing.making import Maker, Retry
-from deltasync.publishing.pipeline import First, Pipeline
+from deltasync.publishing.making import Maker, Retry, put_files
+from deltasync.publishing.pipeline import First, Pipeline, Running
 from deltasync.publishing.policy import AnchorPolicy
 from deltasync.publishing.shadow import Shadow, shadow_weights
 from deltasync.replay import by_any_way, plan_layout, replay
@@ -60,7 +60,7 @@ class FeedPublisher:
     def __init__(self, store: Store, options: PublisherOptions) -> None:
         self._writer = Writer(store, require_fencing=options.require_fencing)
         self._options = options
-        self._running: _Running | None = None
+        self._running: Running | None = None
         self._is_closed = False
 
     @property
@@ -132,8 +132,7 @@ class FeedPublisher:
             return
         self._is_closed = True
         if self._running is not None:
-            self._running.pipeline.close()
-            self._running.anchoring.close()
+            self._running.close()
         self._writer.close()
 
     def _publish(self, copy: Callable[[Shadow], None], find: Find, *, step: int | None, anchor: bool) -> Publication:
@@ -142,7 +141,9 @@ class FeedPublisher:
         running.pipeline.require_running()
         if self._options.wait:
             running.pipeline.wait_idle()
-        files = None if running.is_filled else self._put_files()
+        files = None
+        if not running.is_filled:
+            files = put_files(self._writer, self._options.files, retry_s=self._options.retry_s)
         with running.shadow.lock:
             if anchor:
                 running.anchoring.request()
@@ -154,20 +155,19 @@ class FeedPublisher:
             first = First(step, self._options.base, files)
             return running.pipeline.start(first, held_s=time.perf_counter() - started)
 
-    def _resume(self, layout: Layout | None, head: Manifest) -> "_Running":
+    def _resume(self, layout: Layout | None, head: Manifest) -> Running:
         """The shadow at the head: it may be there already, in a mapped file; else it is rebuilt from the feed."""
         log, threads, path = self._writer.log, self._options.threads, self._options.shadow_path
         if layout is None:
             layout = by_any_way(log, head, lambda way: plan_layout(log, way))
-        if layout.sha256 != head.layout_sha256:
-            require_same(by_any_way(log, head, lambda way: plan_layout(log, way)), layout)
+        require_layout(log, head, layout)
         weights = shadow_weights(layout, path)
         if path is None or blocks.digest(weights, threads=threads) != head.digest:
             _log.info("rebuilding the shadow of version %d from the feed", head.version)
             by_any_way(log, head, lambda way: replay(log, way, weights, threads=threads))
         return self._start(weights, head)
 
-    def _start(self, weights: Weights, head: Manifest | None) -> "_Running":
+    def _start(self, weights: Weights, head: Manifest | None) -> Running:
         options = self._options
         shadow = Shadow(weights, head)
         anchoring = Anchoring(
@@ -182,31 +182,23 @@ class FeedPublisher:
             anchoring.resume(Since.of(plan(self._writer.log, head)))
         maker = Maker(self._writer, shadow, threads=options.threads, retry_s=options.retry_s)
         pipeline = Pipeline(maker, anchoring, observer=options.observer, look=self._look)
-        return _Running(shadow, anchoring, pipeline, is_filled=head is not None)
+        return Running(shadow, anchoring, pipeline, is_filled=head is not None)
 
     def _look(self, after: int) -> Manifest | None:
         return Retry(self._options.retry_s)(lambda: self._writer.log.head(after=after))
-
-    def _put_files(self) -> PayloadRef | None:
-        if not self._options.files:
-            return None
-        data = write_files(self._options.files)
-        return Retry(self._options.retry_s)(lambda: self._writer.put(data))
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise InvalidInputError("this publisher is closed", hint="open a new one")
 
-    def _require_running(self) -> "_Running":
+    def _require_running(self) -> Running:
         self._require_open()
         if self._running is None:
             raise InvalidInputError("the feed is not open")
         return self._running
 
 
-@dataclass(slots=True)
-class _Running:
-    shadow: Shadow
-    anchoring: Anchoring
-    pipeline: Pipeline
-    is_filled: bool
+def require_layout(log: Log, head: Manifest, layout: Layout) -> None:
+    """InvalidInputError, naming the tensor, if the feed has other tensors than the weights."""
+    if layout.sha256 != head.layout_sha256:
+        require_same(by_any_way(log, head, lambda way: plan_layout(log, way)), layout)

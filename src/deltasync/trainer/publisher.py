@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Literal
 
 import torch
 
@@ -14,16 +12,13 @@ from deltasync.format.weights import Bits
 from deltasync.publishing.events import Observer, Publication
 from deltasync.publishing.policy import AnchorPolicy
 from deltasync.publishing.publisher import FeedPublisher, PublisherOptions
-from deltasync.store.opening import open_store
 from deltasync.store.protocol import Store
-from deltasync.trainer.device import DeviceCapture
+from deltasync.trainer.base import CaptureOn, TorchPublisher
 from deltasync.trainer.names import NamedTensors, TorchState, named_tensors
 from deltasync.trainer.tensors import TorchWeights, dtype_of, element_type, host_bits
 
-CaptureOn = Literal["host", "device", "device_with_host_shadow"]
 
-
-class Publisher:
+class Publisher(TorchPublisher):
     """Publishes the weights of a torch model to a feed.
 
     `publish` holds the trainer up only while it copies what changed since the last version; encoding and upload run in
@@ -54,12 +49,7 @@ class Publisher:
         require_fencing: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        self._store = open_store(store) if isinstance(store, str) else store
-        self._owns_store = isinstance(store, str)
-        self._dtype = dtype
-        self._on_device = (
-            None if capture_on == "host" else DeviceCapture("device" if capture_on == "device" else "host")
-        )
+        super().__init__(store, dtype=dtype, capture_on=capture_on)
         self._feed = FeedPublisher(
             self._store,
             PublisherOptions(
@@ -115,19 +105,8 @@ class Publisher:
         """Until everything that was published is committed or has failed; False on time-out."""
         return self._feed.wait(timeout_s)
 
-    def close(self) -> None:
-        """Finish what is in flight and give back the feed."""
+    def _finish(self) -> None:
         self._feed.close()
-        if self._owns_store:
-            self._store.close()
-
-    def __enter__(self) -> "Publisher":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _bits_of(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[TensorSpec, Bits]]:
         for name, tensor in tensors:

@@ -4,39 +4,36 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
-from deltasync.errors import InvalidInputError, MismatchError
+from deltasync.errors import InvalidInputError
 from deltasync.format.changes import Changes
-from deltasync.format.companions import write_files
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
 from deltasync.format.weights import Weights
 from deltasync.log.planning import plan
 from deltasync.log.writer import Writer
-from deltasync.publishing.anchoring import Anchoring, Since
+from deltasync.publishing.anchoring import Since
 from deltasync.publishing.capture import capture, copy_into, require_same
 from deltasync.publishing.events import Observer, Publication
-from deltasync.publishing.making import Maker, Retry
-from deltasync.publishing.pipeline import First, Pipeline
+from deltasync.publishing.making import Maker, put_files
+from deltasync.publishing.pipeline import First, Pipeline, Running
 from deltasync.publishing.policy import AnchorPolicy
+from deltasync.publishing.publisher import require_layout
 from deltasync.publishing.shadow import Shadow, shadow_weights
 from deltasync.shards import Box, Shards, ShardWeights
-from deltasync.store.opening import open_store
 from deltasync.store.protocol import Store
-from deltasync.trainer.device import DeviceCapture
+from deltasync.trainer.base import CaptureOn, TorchPublisher
 from deltasync.trainer.distributed import Ranks
 from deltasync.trainer.joining import Committing, ToldAnchoring
 from deltasync.trainer.names import TorchState, named_tensors, unwrapped
 from deltasync.trainer.placements import owned
-from deltasync.trainer.publisher import CaptureOn
 from deltasync.trainer.resuming import resume
 from deltasync.trainer.tensors import TorchWeights, layout_of
 
 
-class ShardedPublisher:
+class ShardedPublisher(TorchPublisher):
     """Publishes the weights of a model that is spread over the ranks of torch.distributed, as FSDP2 does.
 
     Every rank makes one and calls `publish` and `close`. A rank reads, compares, encodes and puts only what it has
@@ -69,17 +66,12 @@ class ShardedPublisher:
         require_fencing: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        self._store = open_store(store) if isinstance(store, str) else store
-        self._owns_store = isinstance(store, str)
+        super().__init__(store, dtype=dtype, capture_on=capture_on)
         self._writer = Writer(self._store, require_fencing=require_fencing)
-        self._dtype = dtype
         self._base = base
         self._files = {} if files is None else files
         self._policy = AnchorPolicy() if anchors is None else anchors
         self._shadow_path = shadow_path
-        self._on_device = (
-            None if capture_on == "host" else DeviceCapture("device" if capture_on == "device" else "host")
-        )
         self._threads = threads
         self._retry_s = retry_s
         self._timeout_s = timeout_s
@@ -122,27 +114,15 @@ class ShardedPublisher:
         """Until everything that was published is committed or has failed; False on time-out."""
         return self._running is None or self._running.pipeline.wait_idle(timeout_s)
 
-    def close(self) -> None:
-        """Finish what is in flight, anchors included, and give back the feed."""
+    def _finish(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
         if self._running is not None:
-            self._running.pipeline.close()
-            self._running.anchoring.close()
+            self._running.close()
         self._writer.close()
         for ranks in () if self._groups is None else self._groups:
             ranks.close()
-        if self._owns_store:
-            self._store.close()
-
-    def __enter__(self) -> "ShardedPublisher":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _capture(self, running: "_Running", weights: TorchState) -> list[Changes] | None:
         """What changed on this rank; None if the feed is new and all of it was copied."""
@@ -211,14 +191,8 @@ class ShardedPublisher:
             )
         head = self._writer.open()
         if head is None:
-            return _Opened(self._writer.id, None, self._put_files(), None)
-        if head.layout_sha256 != layout.sha256:
-            raise MismatchError(
-                f"version {head.version} has other tensors than these weights",
-                rule="layout.differs",
-                version=head.version,
-                hint="publish to a new feed, or start a new anchor with `deltasync publish --anchor`",
-            )
+            return _Opened(self._writer.id, None, put_files(self._writer, self._files, retry_s=self._retry_s), None)
+        require_layout(self._writer.log, head, layout)
         return _Opened(self._writer.id, head, head.files, Since.of(plan(self._writer.log, head)))
 
     def _start(self, shadow: Shadow, shards: Shards, opened: "_Opened") -> "_Running":
@@ -244,13 +218,7 @@ class ShardedPublisher:
             self._writer, shadow, threads=self._threads, retry_s=self._retry_s, shards=shards, join=together.join
         )
         pipeline = Pipeline(maker, anchoring, observer=self._observer, look=together.look)
-        return _Running(ranks, shards, shadow, anchoring, pipeline, opened.files, is_filled=shadow.head is not None)
-
-    def _put_files(self) -> PayloadRef | None:
-        if not self._files:
-            return None
-        data = write_files(self._files)
-        return Retry(self._retry_s)(lambda: self._writer.put(data))
+        return _Running(shadow, anchoring, pipeline, shadow.head is not None, ranks, shards, opened.files)
 
     def _shadow_file(self, ranks: Ranks) -> Path | None:
         if self._shadow_path is None:
@@ -270,11 +238,7 @@ class _Opened:
 
 
 @dataclass(slots=True)
-class _Running:
+class _Running(Running):
     ranks: Ranks
     shards: Shards
-    shadow: Shadow
-    anchoring: Anchoring
-    pipeline: Pipeline
     files: PayloadRef | None
-    is_filled: bool

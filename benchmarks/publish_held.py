@@ -32,10 +32,10 @@ ANNOUNCED = {threads: f"torch.ne + u16 gaps + safetensors + put, torch on {threa
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Two states of a trainer, one step apart. `read_bytes` is what one look at the weights and the shadow takes."""
+    """States of a trainer, one step apart. `read_bytes` is what one look at the weights and the shadow takes."""
 
     name: str
-    states: tuple[State, State]
+    states: tuple[State, ...]
 
     @property
     def elements(self) -> int:

@@ -1,6 +1,7 @@
 #include "detect.hpp"
 
 #include <algorithm>
+#include <memory>
 
 namespace deltasync {
 
@@ -20,24 +21,64 @@ std::vector<Run> slice(const Kind& kind, const Runs& runs, u64 begin, u64 end) {
     return part;
 }
 
-Detected detect(const Isa& isa, const Kind& kind, const Runs& before, const Runs& after, u64 start, u64 cell,
-                u64 enough) {
+namespace {
+
+// Memory that is not filled: pages that nothing is written to are never there.
+template <class T>
+class Room {
+public:
+    T* of(u64 size) {
+        if (size > size_) {
+            data_.reset(new T[size]);
+            size_ = size;
+        }
+        return data_.get();
+    }
+
+private:
+    std::unique_ptr<T[]> data_;
+    u64 size_ = 0;
+};
+
+// Cell by cell: `find` lists what changed in one of them.
+template <class Find>
+Detected by_cells(const Kind& kind, const Kind& fresh_kind, const Runs& before, const Runs& after, u64 start, u64 cell,
+                  u64 enough, Find&& find) {
     // Room for the worst case is kept from call to call: fresh pages would cost more than the comparison.
-    thread_local std::vector<u32> positions;
-    thread_local Bytes values;
-    u64 width = static_cast<u64>(kind.width), found = 0, at = start;
+    thread_local Room<u32> position_room;
+    thread_local Room<u8> value_room;
+    u64 width = static_cast<u64>(kind.width), left = before.elements - start, found = 0, at = start;
+    u64 most = (cell < left && enough < left - cell ? enough + cell : left) + kSlack;
+    u32* positions = position_room.of(most);
+    u8* values = value_room.of(most * width);
     while (at < before.elements && found < enough) {
-        u64 end = std::min(at + cell, before.elements), most = found + (end - at) + kSlack;
-        if (positions.size() < most) positions.resize(most);
-        if (values.size() < most * width) values.resize(most * width);
-        std::vector<Run> old = slice(kind, before, at, end), fresh = slice(kind, after, at, end);
-        u64 count = isa.detect(kind.width, {old.data(), old.size(), end - at}, {fresh.data(), fresh.size(), end - at},
-                               positions.data() + found, values.data() + found * width);
+        u64 end = std::min(at + cell, before.elements);
+        std::vector<Run> old = slice(kind, before, at, end), fresh = slice(fresh_kind, after, at, end);
+        u64 count = find({old.data(), old.size(), end - at}, {fresh.data(), fresh.size(), end - at}, positions + found,
+                         values + found * width);
         for (u64 i = found; i < found + count; ++i) positions[i] += static_cast<u32>(at - start);
         found += count;
         at = end;
     }
-    return {{positions.data(), positions.data() + found}, {values.data(), values.data() + found * width}, at};
+    return {{positions, positions + found}, {values, values + found * width}, at};
+}
+
+}  // namespace
+
+Detected detect(const Isa& isa, const Kind& kind, const Runs& before, const Runs& after, u64 start, u64 cell,
+                u64 enough) {
+    return by_cells(kind, kind, before, after, start, cell, enough,
+                    [&](const Runs& old, const Runs& fresh, u32* positions, u8* values) {
+                        return isa.detect(kind.width, old, fresh, positions, values);
+                    });
+}
+
+Detected detect_rounded(const Isa& isa, const Runs& before, const Runs& after, u64 start, u64 cell, u64 enough,
+                        u16 nan) {
+    return by_cells(kBfloat16, kFloat32, before, after, start, cell, enough,
+                    [&](const Runs& old, const Runs& fresh, u32* positions, u8* values) {
+                        return isa.detect_rounded(old, fresh, nan, positions, reinterpret_cast<u16*>(values));
+                    });
 }
 
 }  // namespace deltasync

@@ -67,6 +67,9 @@ struct Isa {
     // Positions whose bits differ, and their new bits; gives how many. The outputs have room for all elements and
     // kSlack more.
     u64 (*detect)(int width, const Runs& before, const Runs& after, u32* positions, void* values);
+    // The same for bfloat16 elements and float32 ones that are rounded to them, to nearest, ties to even. A NaN becomes
+    // `nan`, whatever its payload.
+    u64 (*detect_rounded)(const Runs& before, const Runs& after, u16 nan, u32* positions, u16* values);
     // For float kinds with two classes or more. Gives what the changes add to the digest.
     Lanes (*rank)(const Kind&, const Runs&, const Classes&, const Changed&, const Ranked&);
     // Both in one pass over memory, with room as for detect.

@@ -70,6 +70,22 @@ struct Avx2 {
         return ~mask;
     }
 
+    static __m256i rounded_eight(const u32* p, __m256i nan) {
+        __m256i bits = load(p), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+        __m256 number = _mm256_castsi256_ps(bits);
+        __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(number, number, _CMP_UNORD_Q));
+        return _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), nan, is_nan);
+    }
+
+    static void round(const u32* p, u16 nan, u16* to) {
+        __m256i nans = _mm256_set1_epi32(nan);
+        for (int i = 0; i < 64; i += 16) {
+            __m256i packed = _mm256_packus_epi32(rounded_eight(p + i, nans), rounded_eight(p + i + 8, nans));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), in_order(packed));
+        }
+    }
+
     // Eight exponents of each of four groups as bytes, less 128: group i in the i-th quarter.
     static __m256i exponents(const u8* p, __m128i shift, u32 mask) {
         __m256i bits =

@@ -51,6 +51,24 @@ struct Avx512 {
         return ~equal;
     }
 
+    static __m512i rounded_sixteen(const u32* p, __m512i nan) {
+        __m512i bits = load(p), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+        __m512 number = _mm512_castsi512_ps(bits);
+        auto is_nan = _mm512_cmp_ps_mask(number, number, _CMP_UNORD_Q);
+        return _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), is_nan, nan);
+    }
+
+    static void round(const u32* p, u16 nan, u16* to) {
+        __m512i nans = _mm512_set1_epi32(nan);
+        // Packing works on 128-bit quarters; this puts their halves back in order.
+        const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
+        for (int i = 0; i < 64; i += 32) {
+            __m512i packed = _mm512_packus_epi32(rounded_sixteen(p + i, nans), rounded_sixteen(p + i + 16, nans));
+            _mm512_storeu_si512(to + i, _mm512_permutexvar_epi64(order, packed));
+        }
+    }
+
     // The exponents of 64 elements as bytes.
     static __m512i exponents(const u8* p, __m128i shift, u32 mask) {
         return _mm512_and_si512(_mm512_srl_epi16(load(p), shift), _mm512_set1_epi8(static_cast<char>(mask)));

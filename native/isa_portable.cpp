@@ -19,6 +19,10 @@ struct Portable {
         return mask;
     }
 
+    static void round(const u32* p, u16 nan, u16* to) {
+        for (u64 i = 0; i < 64; ++i) to[i] = rounded(p[i], nan);
+    }
+
     template <int K>
     class Tally {
     public:

@@ -120,6 +120,18 @@ nb::tuple py_detect(const std::string& isa, Kind kind, const Region& before, con
     return nb::make_tuple(to_numpy(std::move(found.positions)), to_numpy(std::move(found.values)), found.stop);
 }
 
+nb::tuple py_detect_rounded(const std::string& isa, const Region& before, const Region& after, u64 start, u64 cell,
+                            u64 enough, u16 nan) {
+    const Isa& chosen = isa_named(isa);
+    require_twins(before, after, start, cell);
+    Detected found;
+    {
+        nb::gil_scoped_release release;
+        found = detect_rounded(chosen, before.runs(), after.runs(), start, cell, enough, nan);
+    }
+    return nb::make_tuple(to_numpy(std::move(found.positions)), to_numpy(std::move(found.values)), found.stop);
+}
+
 nb::tuple py_encode_changes(const std::string& isa, Kind kind, const Region& before, Positions positions,
                             Array values) {
     require_pairs(kind, positions, values);
@@ -236,6 +248,7 @@ NB_MODULE(_native, m) {
                                     nb::arg("exponent_mask"));
     nb::class_<Region>(m, "Region").def(nb::init<const Kind&, nb::tuple, RunTable, KeyTable>());
     m.def("detect", &py_detect);
+    m.def("detect_rounded", &py_detect_rounded);
     m.def("encode_changes", &py_encode_changes);
     m.def("encode_difference", &py_encode_difference);
     m.def("decode_changes", &py_decode_changes);

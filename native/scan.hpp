@@ -1,5 +1,6 @@
 // The element loops, written once over a policy `V` that knows how to look at 64 elements:
 //   u64  V::different(const U* a, const U* b)                   bit i: element i differs
+//   void V::round(const u32* p, u16 nan, u16* to)               64 float32 as bfloat16
 //   V::Bounds(const Classes&)                                   bounds in a form that is quick to compare with
 //   V::Tally<K>(const Kind&, Bounds)                            running counts of members of each class:
 //     u64 kGroups                                                 how many times 64 elements it looks at in one go
@@ -26,6 +27,12 @@ namespace deltasync {
 namespace {
 
 inline int ones(u64 mask) { return __builtin_popcountll(mask); }
+
+// One float32 as bfloat16. Half a unit is added before the lower half is cut off, less a bit where the result is even.
+inline u16 rounded(u32 bits, u16 nan) {
+    bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+    return is_nan ? nan : static_cast<u16>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
 
 template <class V>
 struct Scan {
@@ -117,6 +124,36 @@ struct Scan {
         u64 found = 0;
         pieces<U>(before,
                   [&](const Piece<U> old) { found = compare(old, twin(old, after), found, positions, values); });
+        return found;
+    }
+
+    static u64 compare_rounded(const Piece<u16> old, const u32* fresh, u16 nan, u64 k, u32* positions, u16* values) {
+        alignas(64) u16 near[kGroup];
+        for (u64 g = 0; g < old.count; g += kGroup) {
+            u64 mask = 0;
+            if (g + kGroup <= old.count) {
+                V::round(fresh + g, nan, near);
+                mask = V::different(old.bits + g, near);
+            } else {
+                for (u64 i = g; i < old.count; ++i) {
+                    near[i - g] = rounded(fresh[i], nan);
+                    mask |= u64{old.bits[i] != near[i - g]} << (i - g);
+                }
+            }
+            k = extract(mask, k, [&](u64 to, u32 i) {
+                positions[to] = static_cast<u32>(old.position + g) + i;
+                values[to] = near[i];
+            });
+        }
+        return k;
+    }
+
+    static u64 detect_rounded(const Runs& before, const Runs& after, u16 nan, u32* positions, u16* values) {
+        u64 found = 0;
+        pieces<u16>(before, [&](const Piece<u16> old) {
+            const u32* fresh = reinterpret_cast<const u32*>(after.data[old.run].bits) + old.offset;
+            found = compare_rounded(old, fresh, nan, found, positions, values);
+        });
         return found;
     }
 
@@ -434,7 +471,9 @@ struct Entry {
         }
     }
 
-    static constexpr Isa table(const char* name) { return {name, detect, rank, find, select, digest}; }
+    static constexpr Isa table(const char* name) {
+        return {name, detect, S::detect_rounded, rank, find, select, digest};
+    }
 };
 
 }  // namespace

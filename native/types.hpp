@@ -23,6 +23,8 @@ struct Kind {
     bool is_float() const { return exponent_mask != 0; }
 };
 
+constexpr Kind kBfloat16{2, 7, 0xFF}, kFloat32{4, 23, 0xFF};
+
 // A contiguous piece of a tensor: its bits, and what the digest needs to know of it.
 struct Run {
     u8* bits;

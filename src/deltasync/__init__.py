@@ -4,10 +4,12 @@ from deltasync.errors import (
     ConflictError,
     CorruptError,
     DeltasyncError,
+    EngineError,
     FormatError,
     InvalidInputError,
     MismatchError,
     NotFoundError,
+    RankError,
     StoreError,
 )
 from deltasync.format.digest import StateDigest
@@ -28,6 +30,7 @@ __all__ = [
     "ConflictError",
     "CorruptError",
     "DeltasyncError",
+    "EngineError",
     "FormatError",
     "Inspection",
     "InvalidInputError",
@@ -35,6 +38,7 @@ __all__ = [
     "MismatchError",
     "NotFoundError",
     "Pruning",
+    "RankError",
     "StateDigest",
     "Store",
     "StoreError",

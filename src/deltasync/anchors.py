@@ -1,21 +1,29 @@
 """Anchors: all weights of a version as shards that are put in parallel, and not again after an interruption."""
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from deltasync import blocks
+from deltasync.codecs import planes
+from deltasync.detect import stretches
 from deltasync.format import keys, limits
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.manifest import PayloadRef
-from deltasync.format.payload import Block, PayloadHeader, write_payload
-from deltasync.format.weights import Readable
+from deltasync.format.payload import PayloadHeader, write_payload
+from deltasync.format.weights import Readable, Runs
 from deltasync.log.writer import Writer
 from deltasync.parallel import each
 from deltasync.progress import Progress, counting
 from deltasync.shards import Shards
 
 SHARD_ELEMENTS = 1 << 26
-"""Elements in one shard: about 90 MB of bfloat16 weights."""
+"""The most elements in one shard, up to the end of a block: about 90 MB of bfloat16 weights."""
+
+SHARDS_WANTED = 512
+SHARD_ELEMENTS_LEAST = 1 << 22
+"""Smaller weights are cut into so many, or so small ones: those under way take little memory beside the weights."""
 
 SHARDS_MAX = 4096
 """More shards than this grow instead: the manifest names every one."""
@@ -23,7 +31,23 @@ SHARDS_MAX = 4096
 RESUME_S = 3600
 """A shard that lies in the store for longer is put again: `prune` may be about to remove what no manifest names."""
 
-_PUT_THREADS = 2
+_WORKERS_MAX = 8
+
+
+class _HasRuns(Protocol):
+    @property
+    def runs(self) -> Runs: ...
+
+
+_T = TypeVar("_T", bound=_HasRuns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """What becomes a block: its runs in the weights that are here, and in those of the version."""
+
+    local: Runs
+    runs: Runs
 
 
 def put_anchor(
@@ -41,31 +65,45 @@ def put_anchor(
     those of the version; the digest counts the others as zero.
     """
     there = _recent(writer)
-    encoded = blocks.encode_anchor(
-        weights, threads=threads, on_progress=counting(progress, "anchor", weights.layout.elements)
-    )
     layout = weights.layout if shards is None else shards.layout
     zero = layout_digest(layout)
+    count = counting(progress, "anchor", weights.layout.elements)
 
-    def put(group: Sequence[Block]) -> tuple[PayloadRef, StateDigest]:
-        gained = sum((block.digest for block in group), StateDigest.ZERO)
-        data = write_payload(PayloadHeader("shard", layout, None, zero + gained, version), group)
+    def put(group: Sequence[_Piece]) -> tuple[PayloadRef, StateDigest]:
+        blocks = [planes.encode(weights, piece.local) for piece in group]
+        gained = sum((block.digest for block in blocks), StateDigest.ZERO)
+        placed = blocks if shards is None else list(shards.place(blocks))
+        data = write_payload(PayloadHeader("shard", layout, None, zero + gained, version), placed)
         ref = PayloadRef.of(data)
         return ref if there.get(ref.sha256) == ref.nbytes else writer.put(data), gained
 
-    # Always cut at the same places, so that a second attempt makes the same shards.
-    size = max(SHARD_ELEMENTS, -(-layout.elements // SHARDS_MAX))
-    groups = grouped(encoded if shards is None else shards.place(encoded), elements=size)
+    def tell(group: Sequence[_Piece]) -> None:
+        if count is not None:
+            count(sum(int(piece.local[:, 2].sum()) for piece in group))
+
+    pieces = (
+        _Piece(local, local if shards is None else shards.spread(local)[1])
+        for local in stretches(weights.layout, elements=limits.PLANES_ELEMENTS)
+    )
     # Weights without any element still make one shard: an anchor has a payload.
-    done = list(each(put, groups if layout.elements else [[]], threads=_PUT_THREADS))
+    groups = grouped(pieces, elements=_shard_elements(layout.elements)) if layout.elements else [[]]
+    # What is under way is one shard for each worker; one more than there are cores, as some wait for the store.
+    cores = os.cpu_count() if threads is None else threads
+    done = list(each(put, groups, threads=min(_WORKERS_MAX, 1 if cores is None else cores) + 1, on_done=tell))
     return tuple(ref for ref, _ in done), sum((gained for _, gained in done), zero)
 
 
-def grouped(encoded: Iterable[Block], *, elements: int | None = None) -> Iterator[list[Block]]:
+def _shard_elements(elements: int) -> int:
+    """Always the same for the same weights, so that a second attempt makes the same shards."""
+    wanted = max(SHARD_ELEMENTS_LEAST, -(-elements // SHARDS_WANTED))
+    return max(min(SHARD_ELEMENTS, wanted), -(-elements // SHARDS_MAX))
+
+
+def grouped(blocks: Iterable[_T], *, elements: int | None = None) -> Iterator[list[_T]]:
     """Neighbouring blocks for one payload each: closed once it covers `elements`, and before it has too many runs."""
-    group: list[Block] = []
+    group: list[_T] = []
     held = runs = 0
-    for block in encoded:
+    for block in blocks:
         if group and runs + len(block.runs) > limits.RUNS_MAX:
             yield group
             group, held, runs = [], 0, 0

@@ -77,6 +77,18 @@ class StoreError(DeltasyncError):
         self.transient = transient
 
 
+class EngineError(DeltasyncError):
+    """The inference engine failed at what it was asked to do. Look at its own log, then restart it."""
+
+    kind = "engine"
+
+
+class RankError(DeltasyncError):
+    """A process of a sharded trainer is lost, or failed in code that is not ours. Restart the trainer."""
+
+    kind = "rank"
+
+
 class InvalidInputError(DeltasyncError, ValueError):
     """The call is wrong. Fix it."""
 

@@ -4,6 +4,7 @@ import errno
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -44,6 +45,29 @@ def temporary_beside(path: Path) -> Iterator[Path]:
         else:
             with suppress(FileNotFoundError):
                 temporary.unlink()
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Only one at a time, of all processes of this machine, works on `path`; InvalidInputError if it is taken.
+
+    The lock is a file beside it, which stays. It is given back at the end of the block, also by a process that dies.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    if not path.parent.is_dir():
+        raise InvalidInputError(f"{path.parent} is not a folder", hint="create it, or choose another place")
+    with path.with_name(f"{path.name}.lock").open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InvalidInputError(
+                f"{path} is used by another process, or twice in this one", hint="stop it, or choose another path"
+            ) from error
+        yield
 
 
 def copy_file(source: Path, target: Path) -> None:

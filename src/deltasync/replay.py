@@ -1,7 +1,7 @@
 """Weights from a feed: a plan's anchor, then its deltas and skips, each proved before the next."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +16,7 @@ from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
 from deltasync.format.payload import Payload
 from deltasync.format.weights import Weights
-from deltasync.log.log import Log
+from deltasync.log.log import Log, manifest_key
 from deltasync.log.payloads import fetch_payloads
 from deltasync.log.planning import Edge, Plan, plan
 from deltasync.progress import Progress, counting
@@ -34,22 +34,33 @@ class BlockedError(Exception):
         self.cause = cause
 
 
-def by_any_way(log: Log, target: Manifest, attempt: Callable[[Plan], _T]) -> _T:
+def by_any_way(
+    log: Log,
+    target: Manifest,
+    attempt: Callable[[Plan], _T],
+    *,
+    start: Callable[[], int | None] = lambda: None,
+    on_blocked: Callable[[BlockedError], None] = lambda blocked: None,
+) -> _T:
     """`attempt` the cheapest plan for `target`, and the next best where an edge is damaged, pruned or not at hand.
 
-    If no way is left, the error that closed the first one.
+    `start` tells the version that the caller holds by then: an attempt that fails may have come a part of the way. If
+    no way is left, the error that closed the first one.
     """
     avoid: set[str] = set()
     first: DeltasyncError | None = None
     while True:
+        held = start()
         try:
-            way = plan(log, target, avoid=avoid)
+            way = _one_step(target, held, avoid)
+            way = plan(log, target, start=held, avoid=avoid) if way is None else way
         except NotFoundError as error:
             raise _explained(log, target, error if first is None else first) from None
         try:
             return attempt(way)
         except BlockedError as blocked:
             _log.warning("cannot use %s, looking for another way: %s", blocked.edge.key, blocked.cause)
+            on_blocked(blocked)
             avoid.add(blocked.edge.key)
             first = blocked.cause if first is None else first
 
@@ -87,7 +98,7 @@ def zeros(layout: Layout) -> Weights:
 def plan_layout(log: Log, way: Plan, *, base: Path | None = None) -> Layout:
     """The layout that a plan begins with, read from the start of its first payload."""
     edge = way.edges[0]
-    with _blocking(edge):
+    with blocking(edge):
         if edge.manifest.kind == "base":
             return open_base(edge.manifest, at=base).weights.layout
         ref = edge.manifest.payloads[0]
@@ -114,7 +125,7 @@ def replay(
     count = counting(progress, "restore", way.nbytes)
     arriving = fetch_payloads(log.store, (edge.manifest for edge in way.edges))
     for edge in way.edges:
-        with _blocking(edge):
+        with blocking(edge):
             if edge.manifest.kind == "base":
                 _copy(open_base(edge.manifest, at=base, threads=threads).weights, target)
             for _ in edge.manifest.payloads:
@@ -135,6 +146,22 @@ def replay(
         )
 
 
+@contextmanager
+def blocking(edge: Edge) -> Iterator[None]:
+    """What goes wrong in the block makes the edge of no use: BlockedError."""
+    try:
+        yield
+    except (CorruptError, FormatError, MismatchError, NotFoundError) as error:
+        raise BlockedError(edge, error) from error
+
+
+def _one_step(target: Manifest, start: int | None, avoid: Collection[str]) -> Plan | None:
+    """From a version to the next one its delta is the way: nothing needs to be listed to know that."""
+    edge = Edge(manifest_key(target), target)
+    is_next = start is not None and target.kind == "delta" and target.parent == start and edge.key not in avoid
+    return Plan((edge,)) if is_next else None
+
+
 def _explained(log: Log, target: Manifest, error: DeltasyncError) -> DeltasyncError:
     """What is missing below the floor was given up on purpose."""
     floor = log.floor()
@@ -146,14 +173,6 @@ def _explained(log: Log, target: Manifest, error: DeltasyncError) -> DeltasyncEr
         key=error.key,
         hint="choose a later version",
     )
-
-
-@contextmanager
-def _blocking(edge: Edge) -> Iterator[None]:
-    try:
-        yield
-    except (CorruptError, FormatError, MismatchError, NotFoundError) as error:
-        raise BlockedError(edge, error) from error
 
 
 def _copy(source: Weights, target: Weights) -> None:

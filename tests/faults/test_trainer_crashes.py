@@ -8,11 +8,10 @@ import pytest
 from helpers import write_sharded
 from publishing import LONG_S, nth, publish, publisher, require_steps
 
-from deltasync import anchors
+from deltasync import anchors, retrying
 from deltasync.errors import StoreError
 from deltasync.format.manifest import BaseRef
 from deltasync.log.log import Log
-from deltasync.publishing import making
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
@@ -22,7 +21,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "_BACKOFF_FIRST_S", 0.001)
+    monkeypatch.setattr(retrying, "_BACKOFF_FIRST_S", 0.001)
     monkeypatch.setattr(anchors, "SHARD_ELEMENTS", 1000)
 
 

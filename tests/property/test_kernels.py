@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from crafting import ChangesParts, encode_with, numbers
@@ -182,6 +183,65 @@ def test_detect_stops_where_enough_is_found(
     expected = REFERENCE.encode_difference(old, new, start, cell=cell, enough=enough)
     for k in NATIVE:
         assert k.encode_difference(old, new, start, cell=cell, enough=enough) == expected, k.name
+
+
+NANS = (0xFFFF, 0x7FC0)
+LOW_HALVES = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+
+
+def float32_bits() -> Any:
+    """Every upper half with the lower halves that decide about rounding: below, at and above half a unit."""
+    high, low = np.meshgrid(np.arange(1 << 16, dtype=np.uint32), np.array(LOW_HALVES, np.uint32))
+    return (high << np.uint32(16) | low).reshape(-1)
+
+
+def flat(dtype: str, *pieces: Any) -> Region:
+    counts = [len(piece) for piece in pieces]
+    runs = np.array([(i, 0, count) for i, count in enumerate(counts)])
+    return Region(DTYPES[dtype], pieces, runs, np.zeros((len(counts), 3), np.uint64))
+
+
+@pytest.mark.parametrize("nan", NANS)
+def test_rounding_is_that_of_bfloat16(nan: int) -> None:
+    bits = float32_bits()
+    with np.errstate(invalid="ignore"):
+        expected = bits.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
+    expected = np.where(np.isnan(bits.view(np.float32)), np.uint16(nan), expected)
+    for k in (REFERENCE, *NATIVE):
+        # Against its own complement every element has changed, and the values are all there.
+        found = k.detect_rounded(flat("BF16", ~expected), flat("F32", bits), 0, cell=1 << 20, enough=1 << 30, nan=nan)
+        assert plain(found) == plain((np.arange(len(bits), dtype=np.uint32), expected, len(bits))), k.name
+        same = k.detect_rounded(flat("BF16", expected), flat("F32", bits), 0, cell=1 << 20, enough=1 << 30, nan=nan)
+        assert not len(same[0]), k.name
+
+
+@many
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    st.sampled_from(strategies.SHARES),
+    st.integers(1, 200),
+    st.integers(1, 100),
+    st.integers(0, 400),
+    st.sampled_from(NANS),
+)
+def test_detect_rounded_of_any_runs(
+    sizes: list[int], share: float, cell: int, enough: int, start: int, nan: int
+) -> None:
+    rng = np.random.default_rng(sum(sizes))
+    new = [rng.choice(float32_bits(), size) for size in sizes]
+    # What the reference finds against zeros, in part put there: the rest has changed.
+    old = [np.zeros(size, np.uint16) for size in sizes]
+    for before, after in zip(old, new, strict=True):
+        positions, values, _ = REFERENCE.detect_rounded(
+            flat("BF16", before), flat("F32", after), 0, cell=1 << 20, enough=1 << 30, nan=nan
+        )
+        kept = rng.random(len(positions)) >= share
+        before[positions[kept]] = values[kept]
+    start = min(start, sum(sizes))
+    options = {"cell": cell, "enough": enough, "nan": nan}
+    expected = plain(REFERENCE.detect_rounded(flat("BF16", *old), flat("F32", *new), start, **options))
+    for k in NATIVE:
+        assert plain(k.detect_rounded(flat("BF16", *old), flat("F32", *new), start, **options)) == expected, k.name
 
 
 @pytest.mark.parametrize("start", [0, 5000])

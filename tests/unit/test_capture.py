@@ -36,6 +36,9 @@ class OnTheFly:
         room[:] = bits
         return region.holding(room)
 
+    def masters(self, runs: Runs) -> None:
+        return None
+
 
 def one_by_one(weights: Weights) -> Tensors:
     return list(zip(weights.layout.tensors, weights.arrays, strict=True))

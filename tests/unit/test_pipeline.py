@@ -9,13 +9,14 @@ import pytest
 from helpers import State
 from publishing import LONG_S, Gate, Notes, Outage, holds, nth, publish, publisher, require_steps
 
+from deltasync import anchors, retrying
 from deltasync.errors import ConflictError, InvalidInputError, StoreError
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef
 from deltasync.format.weights import Weights
 from deltasync.log.log import Log
 from deltasync.log.planning import plan
-from deltasync.publishing import making
+from deltasync.publishing import events
 from deltasync.publishing.capture import capture
 from deltasync.publishing.policy import AnchorPolicy
 from deltasync.publishing.publisher import FeedPublisher
@@ -29,8 +30,8 @@ HARD = Fault("refuse", transient=False)
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "_BACKOFF_FIRST_S", 0.001)
-    monkeypatch.setattr(making, "_BACKOFF_MOST_S", 0.002)
+    monkeypatch.setattr(retrying, "_BACKOFF_FIRST_S", 0.001)
+    monkeypatch.setattr(retrying, "_BACKOFF_MOST_S", 0.002)
 
 
 def begun(plan: Any = None, **options: Any) -> tuple[FaultyStore, FeedPublisher]:
@@ -473,6 +474,37 @@ def test_an_anchor_that_fails_costs_nothing_else(caplog: pytest.LogCaptureFixtur
     outage.is_over = True
     assert late_anchors(store) == []
     require_steps(store, {0: 0, 1: 1, 2: 2})
+
+
+@pytest.mark.parametrize("versions", [None, 2], ids=["on request", "by count"])
+def test_an_anchor_that_failed_comes_with_the_next_version(versions: int | None) -> None:
+    outage = Outage(HARD, lambda operation: operation.key.startswith(keys.ANCHORS))
+    store, to = begun(outage, anchors=AnchorPolicy(bytes_ratio=None, versions=versions))
+    for number in (1, 2):
+        publish(to, number, anchor=versions is None and number == 2).wait(LONG_S)
+        await_anchor(to)
+    outage.is_over = True
+    assert late_anchors(store) == []
+    for number in (3, 4, 5):
+        publish(to, number).wait(LONG_S)
+        await_anchor(to)
+    to.close()
+    # By count the next but one after it is due again.
+    assert late_anchors(store) == ([3] if versions is None else [3, 5])
+    require_steps(store, dict(enumerate(range(6))))
+
+
+def test_a_long_anchor_tells_how_far_it_is(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchors, "SHARD_ELEMENTS", 512)
+    monkeypatch.setattr(events, "PROGRESS_S", 0.0)
+    caplog.set_level(logging.INFO)
+    store, to = begun()
+    publish(to, 1, anchor=True).wait(LONG_S)
+    to.close()
+    told = [record.message for record in caplog.records if "elements are put" in record.message]
+    for version, count in ((0, len(Log(store).read(0).payloads)), (1, 2)):
+        found = [line for line in told if f"the anchor of version {version}:" in line]
+        assert len(found) >= count - 1 > 0, told
 
 
 @pytest.mark.parametrize("wait", [False, True], ids=["taken along", "one by one"])

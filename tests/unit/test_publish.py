@@ -114,6 +114,44 @@ def test_a_late_anchor_comes_on_top_of_the_delta(place: Place) -> None:
     assert same_weights(load(place.log, manifest), open_checkpoint(place.root / "c1").weights)
 
 
+def test_a_second_attempt_at_a_late_anchor_makes_no_other_version(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.publish(step=4)
+    create = place.store.create
+
+    def refuse(key: str, data: Any) -> bool:
+        if key.startswith(keys.ANCHORS):
+            raise StoreError("down", transient=False)
+        return create(key, data)
+
+    monkeypatch.setattr(place.store, "create", refuse)
+    with pytest.raises(StoreError):
+        place.publish(anchor=True, step=5)
+    monkeypatch.undo()
+    head = place.log.head()
+    assert head is not None
+    assert (head.version, place.log.anchors()) == (1, [])
+    for _ in range(2):
+        assert publish_checkpoint(place.store, place.root / "c1", anchor=True, step=5) == head
+        assert place.log.anchors() == [1]
+    # Another step is another version, also of the same weights.
+    assert publish_checkpoint(place.store, place.root / "c1", anchor=True, step=6).version == 2
+    assert verify(place.store, deep=True).is_clean
+
+
+def test_an_anchor_puts_the_files_again(place: Place) -> None:
+    files = place.publish().files
+    assert files is not None
+    key = keys.payload_key(files.sha256)
+    sound = place.store.get(key)
+    place.store.put(key, sound[:-1] + bytes([sound[-1] ^ 1]))
+    assert place.publish().files == files
+    assert place.store.get(key) != sound
+    assert place.publish(anchor=True).files == files
+    assert place.store.get(key) == sound
+
+
 def test_an_anchor_at_the_first_version_is_that_version(place: Place) -> None:
     assert place.publish(anchor=True).kind == "anchor"
     assert place.log.anchors() == []

@@ -11,6 +11,7 @@ from helpers import State, state, write_sharded
 from publishing import LONG_S, Gate, Notes, holds, nth, publish, publisher, require_steps
 from torch import nn
 
+from deltasync import retrying
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError, StoreError
 from deltasync.format import keys
 from deltasync.format.layout import TensorSpec
@@ -18,7 +19,6 @@ from deltasync.format.manifest import BaseRef
 from deltasync.format.weights import Bits, Weights
 from deltasync.log.log import Log
 from deltasync.log.payloads import fetch
-from deltasync.publishing import making
 from deltasync.publishing.policy import NEVER
 from deltasync.replay import load
 from deltasync.restore import restore
@@ -32,8 +32,8 @@ from deltasync.verify import verify
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "_BACKOFF_FIRST_S", 0.001)
-    monkeypatch.setattr(making, "_BACKOFF_MOST_S", 0.002)
+    monkeypatch.setattr(retrying, "_BACKOFF_FIRST_S", 0.001)
+    monkeypatch.setattr(retrying, "_BACKOFF_MOST_S", 0.002)
 
 
 def feed(steps: int, **options: Any) -> FaultyStore:
@@ -94,6 +94,22 @@ def test_resumes_from_the_mapped_file(tmp_path: Path) -> None:
     go_on(store, 6, shadow_path=path)
     assert payload_reads(store) == []
     require_steps(store, dict(enumerate(range(7))))
+
+
+def test_a_mapped_shadow_is_used_by_one_publisher_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "shadow"
+    to = publisher(FaultyStore(MemoryStore()), shadow_path=path)
+    publish(to, 0)
+    other = publisher(FaultyStore(MemoryStore()), shadow_path=path)
+    for _ in range(2):
+        with pytest.raises(InvalidInputError, match="is used by another process"):
+            publish(other, 5)
+    publish(to, 1).wait(LONG_S)
+    to.close()
+    # Given back: the same one can go on, and does so with its own feed.
+    publish(other, 5).wait(LONG_S)
+    publish(other, 6).wait(LONG_S)
+    other.close()
 
 
 def test_the_layout_is_all_that_is_read_for_tensors_that_come_one_by_one(tmp_path: Path) -> None:

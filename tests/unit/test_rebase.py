@@ -1,22 +1,31 @@
 """Changes by tensor, and captures that the shadow moved on under."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltasync.detect import Changed, check_changed, detect, stretches
-from deltasync.format.changes import Changes
+from deltasync.format.changes import Changes, index_dtype
 from deltasync.format.dtypes import DTYPES
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Weights
-from deltasync.publishing.rebase import bits_at, by_tensor, index_dtype, overwrite_all, rebase
+from deltasync.publishing import rebase as module
+from deltasync.publishing.rebase import bits_at, by_tensor, overwrite_all, rebase
 
 SHAPES = {"a": ("BF16", (7, 9)), "b": ("F32", (5,)), "c": ("BF16", (130,)), "none": ("BF16", (0, 3)), "z": ("I64", ())}
 LAYOUT = Layout.of(TensorSpec(name, DTYPES[dtype], shape) for name, (dtype, shape) in SHAPES.items())
+
+
+@pytest.fixture(autouse=True, scope="module", params=[1 << 18, 5, 1], ids=lambda size: f"windows of {size}")
+def _windows(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_WINDOW", request.param)
+        yield
 
 
 def weights(rng: np.random.Generator, values: int) -> Weights:
@@ -44,9 +53,11 @@ def plain(changed: Changed) -> dict[str, tuple[list[int], list[int]]]:
     return {name: (indices.tolist(), values.tolist()) for name, (indices, values) in changed.items()}
 
 
+relaxed = settings(deadline=None)
 states = st.tuples(st.integers(0, 2**32), st.integers(1, 5))
 
 
+@relaxed
 @given(states)
 def test_a_rebased_capture_leads_to_the_same_weights(drawn: tuple[int, int]) -> None:
     seed, values = drawn
@@ -56,7 +67,7 @@ def test_a_rebased_capture_leads_to_the_same_weights(drawn: tuple[int, int]) -> 
     shadow = copy(old)
     before = bits_at(shadow, sent)
     overwrite_all(shadow, sent)
-    rebased = rebase(pending, sent, before)
+    rebased = rebase(pending.items(), sent, before)
     check_changed(LAYOUT, rebased)
     # Not one element more or less than the difference: a publication without changes must have none.
     assert plain(rebased) == plain(differences(first, second))
@@ -64,6 +75,7 @@ def test_a_rebased_capture_leads_to_the_same_weights(drawn: tuple[int, int]) -> 
     assert all(np.array_equal(a, b) for a, b in zip(shadow.arrays, second.arrays, strict=True))
 
 
+@relaxed
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_rebased_again_and_again(seed: int, count: int) -> None:
     """A publication that waits while several others are committed."""
@@ -75,7 +87,7 @@ def test_rebased_again_and_again(seed: int, count: int) -> None:
         sent = differences(old, new)
         before = bits_at(shadow, sent)
         overwrite_all(shadow, sent)
-        pending = rebase(pending, sent, before)
+        pending = rebase(pending.items(), sent, before)
     assert plain(pending) == plain(differences(chain[-1], last))
 
 
@@ -98,13 +110,14 @@ def test_rebase_by_hand(old: list[int], sent: list[int], pending: list[int]) -> 
 
     first = change(sent)
     before = {"a": (first["a"][0], np.array(old, np.uint16)[first["a"][0]])} if first else {}
-    found = rebase(change(pending), first, before)
+    found = rebase(change(pending).items(), first, before)
     expected = {i: b for i, (a, b) in enumerate(zip(sent, pending, strict=True)) if a != b}
     indices, values = found.get("a", (np.empty(0), np.empty(0)))
     assert dict(zip(indices.tolist(), values.tolist(), strict=True)) == expected
     assert ("a" in found) == bool(expected)
 
 
+@relaxed
 @given(states, st.integers(1, 200))
 def test_by_tensor_finds_what_the_plain_way_finds(drawn: tuple[int, int], elements: int) -> None:
     """Pieces cut anywhere: tensors lie across their borders, and several in one piece."""

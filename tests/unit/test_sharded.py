@@ -28,6 +28,7 @@ from deltasync.errors import (
     DeltasyncError,
     InvalidInputError,
     MismatchError,
+    RankError,
     StoreError,
 )
 from deltasync.format import limits
@@ -446,4 +447,4 @@ def test_errors_cross_to_other_ranks_as_what_they_are(error: DeltasyncError) -> 
 
 def test_other_errors_cross_as_text() -> None:
     there = Failure.of(KeyError("x"), 1).error()
-    assert (type(there), there.message) == (DeltasyncError, "rank 1: KeyError: 'x'")
+    assert (type(there), there.message) == (RankError, "rank 1: KeyError: 'x'")

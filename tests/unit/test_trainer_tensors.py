@@ -135,6 +135,40 @@ def test_rounds_as_torch_does(chunk: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert np.array_equal(found["w"][1], bits[::1000])
 
 
+@pytest.mark.usefixtures("every_kernels")
+@pytest.mark.parametrize("is_uniform", [True, False], ids=["one NaN", "NaNs that differ"])
+def test_the_kernel_rounds_as_torch_does(is_uniform: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every bit, those of NaNs too. Where torch makes several NaNs, torch casts."""
+    if not is_uniform:
+        monkeypatch.setattr(module, "_nan_bits", lambda: None)
+    monkeypatch.setattr(capturing, "PIECE_ELEMENTS", 100_003)
+    tensors = {"a": rounding_cases(), "b": torch.tensor(0.1), "c": torch.full((3, 5), -torch.nan)}
+    source = TorchWeights(tensors, cast=torch.bfloat16)
+    runs = np.array([[0, 7, 9], [1, 0, 1]])
+    assert (source.masters(runs) is not None) == is_uniform
+    by_torch = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    expected = filled(TorchWeights(by_torch))
+    shadow = Weights(expected.layout, tuple(~array for array in expected.arrays))
+    found = by_tensor(shadow.layout, capture(shadow, source))
+    for spec, bits in zip(expected.layout.tensors, expected.arrays, strict=True):
+        assert np.array_equal(found[spec.name][1], bits), spec
+    assert capture(expected, source) == []
+
+
+def test_only_what_is_just_to_be_rounded_goes_to_the_kernel() -> None:
+    tensors = {
+        "a": torch.zeros(4, 3),
+        "b": torch.zeros(4, 3).t(),
+        "c": torch.zeros(3, dtype=torch.bfloat16),
+        "d": torch.zeros(3, dtype=torch.float64),
+    }
+    source = TorchWeights(tensors, cast=torch.bfloat16)
+    is_master = [source.masters(np.array([[ordinal, 0, 3]])) is not None for ordinal in range(len(tensors))]
+    assert is_master == [True, False, False, False]
+    assert source.masters(np.array([[0, 0, 3], [1, 0, 3]])) is None
+    assert TorchWeights(tensors, cast=torch.float16).masters(np.array([[0, 0, 3]])) is None
+
+
 CASTS = [
     (torch.float32, torch.float16),
     (torch.float64, torch.bfloat16),

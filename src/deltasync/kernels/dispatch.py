@@ -25,6 +25,9 @@ class Kernels(Protocol):
     def detect(
         self, old: Region, new: Region, start: int, *, cell: int, enough: int
     ) -> tuple[Positions, Bits, int]: ...
+    def detect_rounded(
+        self, old: Region, new: Region, start: int, *, cell: int, enough: int, nan: int
+    ) -> tuple[Positions, Bits, int]: ...
     def encode_changes(self, old: Region, positions: Positions, values: Bits) -> tuple[bool, bytes, Lanes]: ...
     def encode_difference(
         self, old: Region, new: Region, start: int, *, cell: int, enough: int

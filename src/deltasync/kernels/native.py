@@ -7,7 +7,7 @@ import numpy as np
 
 from deltasync.errors import CorruptError, InvalidInputError
 from deltasync.format.changes import Positions
-from deltasync.format.dtypes import DType
+from deltasync.format.dtypes import DTYPES, DType
 from deltasync.format.weights import Bits, Region
 from deltasync.kernels import _native
 
@@ -28,6 +28,13 @@ class NativeKernels:
     def detect(self, old: Region, new: Region, start: int, *, cell: int, enough: int) -> tuple[Positions, Bits, int]:
         kind = _kind(old.dtype)
         positions, values, stop = _native.detect(self.name, kind, _region(old), _region(new), start, cell, enough)
+        return positions, values.view(old.dtype.bits_dtype), stop
+
+    def detect_rounded(
+        self, old: Region, new: Region, start: int, *, cell: int, enough: int, nan: int
+    ) -> tuple[Positions, Bits, int]:
+        before, after = _region(old, DTYPES["BF16"]), _region(new, DTYPES["F32"])
+        positions, values, stop = _native.detect_rounded(self.name, before, after, start, cell, enough, nan)
         return positions, values.view(old.dtype.bits_dtype), stop
 
     def encode_changes(self, old: Region, positions: Positions, values: Bits) -> tuple[bool, bytes, Lanes]:
@@ -73,9 +80,13 @@ def _kind(dtype: DType) -> _native.Kind:
     return _native.Kind(dtype.width, dtype.exponent_shift, dtype.exponent_mask)
 
 
-def _region(region: Region) -> _native.Region:
+def _region(region: Region, dtype: DType | None = None) -> _native.Region:
+    """A region whose elements must have the type, if one is given: the kernel then relies on their width."""
     return _native.Region(
-        _kind(region.dtype), region.arrays, np.ascontiguousarray(region.runs), np.ascontiguousarray(region.keys)
+        _kind(region.dtype if dtype is None else dtype),
+        region.arrays,
+        np.ascontiguousarray(region.runs),
+        np.ascontiguousarray(region.keys),
     )
 
 

@@ -34,6 +34,13 @@ def detect(old: Region, new: Region, start: int, *, cell: int, enough: int) -> t
     return positions, after[positions], start + stop
 
 
+def detect_rounded(
+    old: Region, new: Region, start: int, *, cell: int, enough: int, nan: int
+) -> tuple[Positions, Bits, int]:
+    """As `detect`, of bfloat16 elements and float32 ones that are rounded to them. A NaN becomes `nan`."""
+    return detect(old, new.holding(_bfloat16(new.gather(), nan)), start, cell=cell, enough=enough)
+
+
 def overwrite(target: Region, positions: Positions, values: Bits) -> None:
     """Write `values` at `positions`, in place."""
     if not all(array.flags.writeable for array in target.arrays):
@@ -155,6 +162,14 @@ def decode_planes(data: bytes, elements: int, dtype: DType) -> Bits:
     return bits
 
 
+def _bfloat16(bits: Bits, nan: int) -> Bits:
+    """Float32 to bfloat16: to nearest, ties to even."""
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    # Half a unit is added before the lower half is cut off, less a bit where the result is even.
+    near = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return np.where(is_nan, np.uint16(nan), near.astype(np.uint16))
+
+
 def _part(region: Region, start: int, stop: int) -> Region:
     """The elements at positions `start` to `stop`."""
     ends = np.cumsum(region.runs[:, 2])
@@ -261,6 +276,7 @@ class ReferenceKernels:
 
     name = "reference"
     detect = staticmethod(detect)
+    detect_rounded = staticmethod(detect_rounded)
     encode_changes = staticmethod(encode_changes)
     encode_difference = staticmethod(encode_difference)
     decode_changes = staticmethod(decode_changes)

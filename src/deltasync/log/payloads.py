@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from deltasync.errors import CorruptError, FormatError
@@ -30,7 +30,7 @@ class Part:
     block_infos: tuple[BlockInfo, ...]
 
 
-def fetch(store: Store, ref: PayloadRef) -> memoryview:
+def fetch(store: Store, ref: PayloadRef, *, on_refetch: Callable[[str], None] = lambda key: None) -> memoryview:
     """The bytes of a payload. Damaged ones are fetched once more: the wire may be to blame. Then CorruptError."""
     key = keys.payload_key(ref.sha256)
     for attempt in range(2):
@@ -42,6 +42,7 @@ def fetch(store: Store, ref: PayloadRef) -> memoryview:
             return data
         if attempt == 0:
             _log.warning("%s came with another SHA-256: fetching it again", key)
+            on_refetch(key)
     raise CorruptError(
         f"the bytes of {key} do not have its SHA-256",
         rule="payload.sha256",
@@ -50,15 +51,29 @@ def fetch(store: Store, ref: PayloadRef) -> memoryview:
     )
 
 
-def fetch_payloads(store: Store, manifests: Iterable[Manifest]) -> Iterator[Payload]:
+def fetch_payloads(
+    store: Store,
+    manifests: Iterable[Manifest],
+    *,
+    have: Collection[str] = (),
+    on_refetch: Callable[[str], None] = lambda key: None,
+) -> Generator[Payload, None, None]:
     """The payloads of several manifests in order, the next ones under way while one is used.
 
     All payloads of a manifest are held against it before its last one is given out; the caller shows what it made of
-    the others to nobody before that.
+    the others to nobody before that. Payloads whose SHA-256 is in `have` are left out. A manifest of such a one is not
+    held against the sum of its payloads: the caller proves what comes out by its digest.
     """
-    wanted = ((manifest, ref) for manifest in manifests for ref in manifest.payloads)
+    wanted = ((manifest, ref) for manifest in manifests for ref in manifest.payloads if ref.sha256 not in have)
+
+    def fetched(pair: tuple[Manifest, PayloadRef]) -> tuple[Manifest, Payload]:
+        return pair[0], _payload(store, pair[1], on_refetch)
+
     parts: list[Part] = []
-    for manifest, payload in each(lambda pair: (pair[0], _payload(store, pair[1])), wanted, threads=_FETCH_THREADS):
+    for manifest, payload in each(fetched, wanted, threads=_FETCH_THREADS):
+        # Of a manifest with payloads left out the last one never comes here: another manifest may.
+        if parts and parts[-1].header.version != manifest.version:
+            parts = []
         parts.append(Part(payload.header, payload.block_infos))
         check_part(manifest, parts[-1])
         if len(parts) == len(manifest.payloads):
@@ -112,10 +127,10 @@ def check_parts(manifest: Manifest, parts: Sequence[Part]) -> None:
         raise _wrong(manifest, told, "manifest.changed")
 
 
-def _payload(store: Store, ref: PayloadRef) -> Payload:
+def _payload(store: Store, ref: PayloadRef, on_refetch: Callable[[str], None]) -> Payload:
     key = keys.payload_key(ref.sha256)
     try:
-        return Payload.parse(fetch(store, ref))
+        return Payload.parse(fetch(store, ref, on_refetch=on_refetch))
     except (CorruptError, FormatError) as error:
         if error.key is not None:
             raise

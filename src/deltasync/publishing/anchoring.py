@@ -20,10 +20,11 @@ from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Bits, Region, Runs
 from deltasync.log.planning import Plan
 from deltasync.log.writer import Writer
-from deltasync.publishing.events import Observer, PublishEvent
-from deltasync.publishing.making import Join, Part, Retry, alone
+from deltasync.publishing.events import AnchorProgress, Observer, PublishEvent
+from deltasync.publishing.making import Join, Part, alone
 from deltasync.publishing.policy import AnchorPolicy
 from deltasync.publishing.shadow import Shadow
+from deltasync.retrying import Retry
 from deltasync.shards import Shards
 
 _log = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class Anchoring:
         self._past: list[PastWeights] = []
         self._wanted = False
         self._since = Since(0, 0, 0)
+        self._spent = False, Since(0, 0, 0)
+        """What asked for the anchor that is being written: it asks again if that fails."""
 
     def resume(self, since: "Since") -> None:
         """What lies behind the last anchor of a feed that exists."""
@@ -120,6 +123,7 @@ class Anchoring:
             self._wanted = False
         if self._past or not (self._wanted or self._since.is_due(self._policy)):
             return False
+        self._spent = self._wanted, self._since
         self._wanted = False
         self._since = Since(self._since.anchor_bytes, 0, 0)
         return True
@@ -142,7 +146,11 @@ class Anchoring:
         def make() -> Part:
             nonlocal put_s
             version, threads = manifest.version, self._threads
-            refs, digest = retry(lambda: put_anchor(self._writer, past, version, shards=self._shards, threads=threads))
+            refs, digest = retry(
+                lambda: put_anchor(
+                    self._writer, past, version, shards=self._shards, threads=threads, progress=AnchorProgress(version)
+                )
+            )
             put_s = time.perf_counter() - started
             return Part(refs, digest - self._zero, None)
 
@@ -177,9 +185,12 @@ class Anchoring:
             self._past.remove(past)
             if error is None:
                 self._since = replace(self._since, anchor_bytes=done.result().payload_bytes)
+            else:
+                wanted, since = self._spent
+                self._wanted, self._since = self._wanted or wanted, since.plus(self._since)
         if error is not None:
-            # The feed is whole without it; the policy asks again.
-            _log.error("the anchor was not written: %s", error)
+            # The feed is whole without it.
+            _log.error("the anchor was not written, the next version gets one: %s", error)
         elif self._observer is not None:
             self._observer(done.result())
 
@@ -203,6 +214,10 @@ class Since:
         if manifest.kind != "delta":
             return Since(_anchor_bytes(manifest), 0, 0)
         return Since(self.anchor_bytes, self.delta_bytes + manifest.nbytes, self.versions + 1)
+
+    def plus(self, later: "Since") -> "Since":
+        """With what was committed later."""
+        return replace(self, delta_bytes=self.delta_bytes + later.delta_bytes, versions=self.versions + later.versions)
 
     def is_due(self, policy: AnchorPolicy) -> bool:
         """Whether a new anchor should be written."""

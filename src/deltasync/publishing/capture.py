@@ -5,6 +5,7 @@ takes the place of an earlier one, and none of the two has to be sent for the ot
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from deltasync.detect import detect, stretches
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.format import limits
-from deltasync.format.changes import Changes, cut_runs
+from deltasync.format.changes import Changes, cut_runs, slice_runs
 from deltasync.format.dtypes import DType
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Bits, Readable, Region, Runs, Weights, whole_runs
@@ -30,12 +31,24 @@ CHUNK_ELEMENTS = 1 << 19
 _NO_KEYS = np.zeros((1, 3), np.uint64)
 
 
+@dataclass(frozen=True, slots=True)
+class Masters:
+    """Float32 elements that are published as bfloat16, rounded; a NaN becomes `nan`."""
+
+    region: Region
+    nan: int
+
+
 @runtime_checkable
 class Converted(Readable, Protocol):
     """Weights whose regions may be made on the fly. Then one is valid until its thread asks for the next."""
 
     @property
     def is_converted(self) -> bool: ...
+
+    def masters(self, runs: Runs) -> Masters | None:
+        """What lies behind a region where rounding it is all that has to be done: the kernel does that as it reads."""
+        ...
 
 
 def capture(shadow: Weights, new: Readable, *, threads: int | None = None) -> list[Changes]:
@@ -97,12 +110,31 @@ def copy_each(target: Weights, tensors: Iterable[tuple[TensorSpec, Bits]]) -> No
 
 
 def _compare(shadow: Weights, new: Readable, pieces: Sequence[Runs], threads: int | None) -> list[Changes]:
-    in_chunks = isinstance(new, Converted) and new.is_converted
-
     def compare(runs: Runs) -> list[Changes]:
-        return list(_detect_chunks(shadow, new, runs) if in_chunks else detect(shadow, new, runs))
+        if not (isinstance(new, Converted) and new.is_converted):
+            return list(detect(shadow, new, runs))
+        masters = new.masters(runs)
+        return list(_detect_chunks(shadow, new, runs) if masters is None else _detect_masters(shadow, masters, runs))
 
     return [changes for piece in each(compare, pieces, threads=threads) for changes in piece]
+
+
+def _detect_masters(shadow: Weights, masters: Masters, runs: Runs) -> Iterator[Changes]:
+    """As `detect` does it."""
+    detect_in, before = kernels().detect_rounded, shadow.region(runs)
+    start, elements = 0, before.elements
+    while start < elements:
+        positions, values, stop = detect_in(
+            before,
+            masters.region,
+            start,
+            cell=limits.CELL_ELEMENTS,
+            enough=limits.BLOCK_CHANGES_SOFT,
+            nan=masters.nan,
+        )
+        if len(positions):
+            yield Changes(slice_runs(runs, start, stop), positions, values)
+        start = stop
 
 
 def _detect_chunks(shadow: Weights, new: Readable, runs: Runs) -> Iterator[Changes]:

@@ -1,11 +1,18 @@
 """What a publisher tells: the handle of one publication, and what it took."""
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from deltasync.errors import StoreError
 from deltasync.format.manifest import Kind, Manifest
+
+_log = logging.getLogger(__name__)
+
+PROGRESS_S = 10.0
+"""Between two lines about an anchor that takes long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,22 @@ class PublishEvent:
 
 
 Observer = Callable[[PublishEvent], None]
+
+
+class AnchorProgress:
+    """Tells the log how far an anchor is, from time to time. Most are done before the first time."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+        self._next_s = time.monotonic() + PROGRESS_S
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s and done < total:
+            _log.info(
+                "the anchor of version %d: %.0f %% of %d elements are put", self._version, 100 * done / total, total
+            )
+            self._next_s = now_s + PROGRESS_S
 
 
 class Publication:

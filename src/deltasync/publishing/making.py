@@ -1,6 +1,5 @@
 """One version: encoded, put and committed, with patience for a store that fails for a while."""
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,20 +8,17 @@ from typing import TypeVar
 from deltasync import blocks
 from deltasync.anchors import grouped, put_anchor
 from deltasync.detect import Changed
-from deltasync.errors import StoreError
 from deltasync.format.companions import write_files
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef
 from deltasync.format.payload import Block, PayloadHeader, write_payload
 from deltasync.log.writer import Writer
+from deltasync.publishing.events import AnchorProgress
 from deltasync.publishing.shadow import Shadow
+from deltasync.retrying import Retry
 from deltasync.shards import Shards
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-_BACKOFF_FIRST_S = 0.2
-_BACKOFF_MOST_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +47,6 @@ class Made:
     put_s: float
     commit_s: float
     retries: int
-
-
-class Retry:
-    """Tries store operations again for `limit_s` each; `count` of them were needed."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.count = 0
-        self._limit_s = limit_s
-
-    def __call__(self, act: Callable[[], _T]) -> _T:
-        """The result of `act`, which must be safe to repeat; the last error if the store does not recover."""
-        give_up = time.monotonic() + self._limit_s
-        pause_s = _BACKOFF_FIRST_S
-        while True:
-            try:
-                return act()
-            except StoreError as error:
-                if not error.transient or time.monotonic() + pause_s > give_up:
-                    raise
-                _log.warning("trying again in %.1f s: %s", pause_s, error)
-            self.count += 1
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
 
 
 def put_files(writer: Writer, files: Mapping[str, bytes], *, retry_s: float) -> PayloadRef | None:
@@ -159,7 +132,11 @@ class Maker:
 
     def _everything(self, retry: Retry) -> Part:
         weights, shards = self.shadow.weights, self._shards
-        refs, digest = retry(lambda: put_anchor(self.writer, weights, 0, shards=shards, threads=self._threads))
+        refs, digest = retry(
+            lambda: put_anchor(
+                self.writer, weights, 0, shards=shards, threads=self._threads, progress=AnchorProgress(0)
+            )
+        )
         return Part(refs, digest - layout_digest(self._layout), None)
 
     def _nothing(self) -> Part:

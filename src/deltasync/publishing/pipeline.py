@@ -18,7 +18,7 @@ from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
 from deltasync.publishing.anchoring import Anchoring
 from deltasync.publishing.events import Observer, Publication, PublishEvent
 from deltasync.publishing.making import Made, Maker
-from deltasync.publishing.rebase import by_tensor, rebase
+from deltasync.publishing.rebase import Part, rebase, tensors_of
 from deltasync.publishing.shadow import Shadow
 
 _log = logging.getLogger(__name__)
@@ -55,8 +55,17 @@ class _Job:
     def ordered(self, layout: Layout) -> Changed:
         """What changed, by tensor."""
         if self.changed is None:
-            self.changed = by_tensor(layout, _given_away([] if self.captured is None else self.captured))
+            self.changed = dict(self.given_away(layout))
         return self.changed
+
+    def given_away(self, layout: Layout) -> Iterator[tuple[str, Part]]:
+        """The same one by one, and gone from here: nobody holds what the taker has let go of."""
+        if self.changed is not None:
+            changed, self.changed = dict(self.changed), None
+            while changed:
+                yield changed.popitem()
+        elif self.captured is not None:
+            yield from tensors_of(layout, _given_away(self.captured), in_place=True)
 
 
 class Pipeline:
@@ -184,7 +193,7 @@ class Pipeline:
             self._anchoring.consider(manifest)
             for waiting in (job, self._pending):
                 if waiting is not None and waiting.captured is not None:
-                    waiting.changed = rebase(waiting.ordered(self._shadow.weights.layout), changed, before)
+                    waiting.changed = rebase(waiting.given_away(self._shadow.weights.layout), changed, before)
 
     def _end(self, job: _Job, done: "Future[tuple[Manifest, PublishEvent]]") -> None:
         """Settle a publication in the worker, then take the next."""
@@ -230,7 +239,7 @@ class Running:
 
 
 def _given_away(captured: list[Changes]) -> Iterator[Changes]:
-    """One by one, and gone from the list: nobody holds what the taker has let go of."""
+    """One by one, and gone from the list."""
     captured.reverse()
     while captured:
         yield captured.pop()

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from deltasync.log.writer import Writer
 from deltasync.publishing.anchoring import Anchoring, Since
 from deltasync.publishing.capture import capture, capture_each, collect, copy_each, copy_into, require_same
 from deltasync.publishing.events import Observer, Publication
-from deltasync.publishing.making import Maker, Retry, put_files
+from deltasync.publishing.making import Maker, put_files
 from deltasync.publishing.pipeline import First, Pipeline, Running
 from deltasync.publishing.policy import AnchorPolicy
-from deltasync.publishing.shadow import Shadow, shadow_weights
+from deltasync.publishing.shadow import Shadow, lock_shadow, shadow_weights
 from deltasync.replay import by_any_way, plan_layout, replay
+from deltasync.retrying import Retry
 from deltasync.store.protocol import Store
 
 _log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class FeedPublisher:
         self._options = options
         self._running: Running | None = None
         self._is_closed = False
+        self._lock: ExitStack | None = None
 
     @property
     def head(self) -> Manifest | None:
@@ -75,6 +78,7 @@ class FeedPublisher:
         """
         self._require_open()
         if self._running is None:
+            self._lock = lock_shadow(self._options.shadow_path) if self._lock is None else self._lock
             retry = Retry(self._options.retry_s)
             head = retry(self._writer.open)
             if head is not None:
@@ -134,6 +138,8 @@ class FeedPublisher:
         if self._running is not None:
             self._running.close()
         self._writer.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _publish(self, copy: Callable[[Shadow], None], find: Find, *, step: int | None, anchor: bool) -> Publication:
         running = self._require_running()

@@ -1,53 +1,41 @@
 """Changes by tensor, and what becomes of a capture when the shadow moves on under it."""
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.detect import Changed
-from deltasync.format.changes import Changes
+from deltasync.format.changes import Changes, tensor_parts
 from deltasync.format.layout import Layout
 from deltasync.format.weights import Bits, Weights
 
+Part = tuple[NDArray[np.unsignedinteger], Bits]
+"""Ascending indices and new bits of one tensor."""
+
+_WINDOW = 1 << 18
+"""Changes that are rebased at a time: what is needed on the way stays small."""
+
 
 def by_tensor(layout: Layout, captured: Iterable[Changes]) -> Changed:
-    """Captured changes as ascending indices and bits of each tensor.
+    """Captured changes as ascending indices and bits of each tensor."""
+    return dict(tensors_of(layout, captured))
 
-    Captures come in the order of the layout, at least for tensors of one element type. Nothing of one is kept once its
-    tensors are done, so that an iterator that gives them away needs hardly more memory than they did.
+
+def tensors_of(layout: Layout, captured: Iterable[Changes], *, in_place: bool = False) -> Iterator[tuple[str, Part]]:
+    """The same one by one, by their names. Captures come in the order of the layout, at least those of one type.
+
+    `in_place`: the captures are used up. A tensor that lies in one of them keeps that memory: hardly more is needed.
     """
-    result: dict[str, tuple[NDArray[np.unsignedinteger], Bits]] = {}
-    for ordinal, parts in groupby(_parts(layout, captured), key=lambda part: part[0]):
-        found = [(indices, values) for _, indices, values in parts]
+    seen: set[str] = set()
+    found = (part for changes in captured for part in tensor_parts(layout, changes, in_place=in_place))
+    for ordinal, parts in groupby(found, key=lambda part: part[0]):
         name = layout.tensors[ordinal].name
-        if name in result:
+        if name in seen:
             raise ValueError(f"the changes of {name!r} did not come together")
-        result[name] = np.concatenate([i for i, _ in found]), np.concatenate([v for _, v in found])
-    return result
-
-
-def _parts(layout: Layout, captured: Iterable[Changes]) -> Iterator[tuple[int, NDArray[np.unsignedinteger], Bits]]:
-    """Ordinal, indices and bits of each run that has changes."""
-    for changes in captured:
-        if changes.positions is None:
-            raise ValueError("a capture has positions")
-        ends = np.cumsum(changes.runs[:, 2])
-        cuts = np.searchsorted(changes.positions, ends)
-        lo = 0
-        for (ordinal, first, count), end, hi in zip(changes.runs.tolist(), ends.tolist(), cuts.tolist(), strict=True):
-            if hi > lo:
-                wide = index_dtype(layout, ordinal)
-                # The difference can be negative, the sum is not: unsigned arithmetic wraps around to it.
-                shift = np.array(first - (end - count)).astype(np.int64).astype(wide)
-                yield ordinal, changes.positions[lo:hi].astype(wide) + shift, changes.values[lo:hi]
-            lo = hi
-
-
-def index_dtype(layout: Layout, ordinal: int) -> "np.dtype[np.unsignedinteger]":
-    """4 bytes while every index fits: captures are held in memory."""
-    return np.dtype(np.uint32 if layout.tensors[ordinal].elements <= 1 << 32 else np.uint64)
+        seen.add(name)
+        yield name, _joined([(indices, values) for _, indices, values in parts])
 
 
 def bits_at(weights: Weights, changed: Changed) -> Changed:
@@ -63,30 +51,42 @@ def overwrite_all(weights: Weights, changed: Changed) -> None:
         weights.arrays[ordinals[name]][indices] = values
 
 
-def rebase(pending: Changed, sent: Changed, before: Changed) -> Changed:
+def rebase(pending: Iterable[tuple[str, Part]], sent: Changed, before: Changed) -> Changed:
     """`pending`, captured against a shadow to which `sent` was applied since; `before` has the bits that it replaced.
 
     What was sent and is back to its old bits has to be sent again; what was sent as it still is has not.
     """
-    result: dict[str, tuple[NDArray[np.unsignedinteger], Bits]] = {}
-    for name in pending.keys() | sent.keys():
-        if name not in sent:
-            result[name] = pending[name]
-            continue
-        indices, values = _rebased(pending.get(name), sent[name], before[name][1])
-        if len(indices):
-            result[name] = indices, values
-    return result
+    result: dict[str, Part] = {}
+    for name, part in pending:
+        result[name] = _rebased(part, sent[name], before[name][1]) if name in sent else part
+    for name in sent.keys() - result.keys():
+        result[name] = before[name]
+    return {name: part for name, part in result.items() if len(part[0])}
 
 
-def _rebased(
-    pending: tuple[NDArray[np.unsignedinteger], Bits] | None,
-    sent: tuple[NDArray[np.unsignedinteger], Bits],
-    before: Bits,
-) -> tuple[NDArray[np.unsignedinteger], Bits]:
+def _rebased(pending: Part, sent: Part, before: Bits) -> Part:
+    (indices, values), (sent_indices, sent_values) = pending, sent
+    here = [*range(0, max(len(indices), 1), _WINDOW), len(indices)]
+    there = [0, *np.searchsorted(sent_indices, indices[here[1:-1]]).tolist(), len(sent_indices)]
+    windows = zip(pairwise(here), pairwise(there), strict=True)
+    return _joined(
+        [
+            _rebased_window(
+                (indices[lo:hi], values[lo:hi]), (sent_indices[first:last], sent_values[first:last]), before[first:last]
+            )
+            for (lo, hi), (first, last) in windows
+        ]
+    )
+
+
+def _joined(parts: list[Part]) -> Part:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([indices for indices, _ in parts]), np.concatenate([values for _, values in parts])
+
+
+def _rebased_window(pending: Part, sent: Part, before: Bits) -> Part:
     sent_indices, sent_values = sent
-    if pending is None:
-        return sent_indices, before
     indices, values = pending
     at = np.searchsorted(sent_indices, indices)
     inside = at < len(sent_indices)

@@ -2,16 +2,15 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
-from deltasync.checkpoint import map_files, open_checkpoint
-from deltasync.checkpoint_output import create_file, require_space
 from deltasync.detect import Changed
-from deltasync.errors import CorruptError, FormatError, NotFoundError
-from deltasync.files import temporary_beside
+from deltasync.files import locked
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Weights
+from deltasync.mapped import mapped_weights
 from deltasync.publishing.rebase import bits_at, overwrite_all
 from deltasync.replay import zeros
 
@@ -37,24 +36,17 @@ class Shadow:
             return before
 
 
+def lock_shadow(path: Path | None) -> ExitStack:
+    """Keeps other processes off a mapped shadow until it is closed; InvalidInputError if one of them has it."""
+    held = ExitStack()
+    if path is not None:
+        held.enter_context(locked(path))
+    return held
+
+
 def shadow_weights(layout: Layout, path: Path | None) -> Weights:
     """Room for a shadow: zeros in memory, or what the mapped file at `path` holds, made if it is not there.
 
     A file of another layout is replaced. Whether its bits are those of a version is for the caller to prove.
     """
-    if path is None:
-        return zeros(layout)
-    if _layout_of(path) != layout:
-        require_space(path, layout.nbytes)
-        with temporary_beside(path) as temporary:
-            # The widest first: then all are aligned, and every one is mapped.
-            create_file(temporary, sorted(layout.tensors, key=lambda spec: -spec.dtype.width))
-            temporary.replace(path)
-    return map_files(open_checkpoint(path).files, writable=True).weights
-
-
-def _layout_of(path: Path) -> Layout | None:
-    try:
-        return open_checkpoint(path).weights.layout
-    except (CorruptError, FormatError, NotFoundError):
-        return None
+    return zeros(layout) if path is None else mapped_weights(layout, path)

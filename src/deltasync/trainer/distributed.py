@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from deltasync.errors import DeltasyncError, InvalidInputError, StoreError
+from deltasync.errors import DeltasyncError, InvalidInputError, RankError, StoreError
 from deltasync.format.weights import Bits
 from deltasync.publishing.making import Part
 
@@ -34,7 +34,7 @@ class Failure:
     def of(cls, error: BaseException, rank: int) -> "Failure":
         if not isinstance(error, DeltasyncError):
             told = f"{type(error).__name__}: {error!s:.500}"
-            return cls(rank, DeltasyncError, told, {"hint": "see the log of that rank"})
+            return cls(rank, RankError, told, {"hint": "see the log of that rank"})
         details: dict[str, Any] = {"hint": error.hint, "key": error.key}
         if isinstance(error, StoreError):
             return cls(rank, StoreError, error.message, {**details, "transient": error.transient})
@@ -65,7 +65,7 @@ class Ranks:
         self.size = dist.get_world_size(group)
         self._group = group
         self._timeout_s = timeout_s
-        self._lost: DeltasyncError | None = None
+        self._lost: RankError | None = None
 
     @classmethod
     def open(cls, *, timeout_s: float) -> "Ranks":
@@ -185,7 +185,7 @@ class Ranks:
             raise RuntimeError("this rank is not in the group")
         work.wait(timedelta(seconds=timeout_s))
 
-    def _lose(self, who: str, error: BaseException) -> DeltasyncError:
+    def _lose(self, who: str, error: BaseException) -> RankError:
         self._lost = _gone(who, error) if self._lost is None else self._lost
         return self._lost
 
@@ -207,8 +207,8 @@ def _require_agreement(words: Sequence[_Word]) -> None:
             )
 
 
-def _gone(who: str, error: BaseException) -> DeltasyncError:
-    return DeltasyncError(
+def _gone(who: str, error: BaseException) -> RankError:
+    return RankError(
         f"lost contact to {who}: {error!s:.300}",
         hint="what was not committed is not seen by anyone: restart the trainer, it goes on from the feed's head",
     )

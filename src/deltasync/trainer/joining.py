@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from deltasync.format.manifest import Manifest
 from deltasync.log.writer import Writer
 from deltasync.publishing.anchoring import Anchoring
-from deltasync.publishing.making import Part, Retry
+from deltasync.publishing.making import Part
 from deltasync.publishing.shadow import Shadow
+from deltasync.retrying import Retry
 from deltasync.trainer.distributed import Ranks
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from deltasync.publishing.making import Maker, put_files
 from deltasync.publishing.pipeline import First, Pipeline, Running
 from deltasync.publishing.policy import AnchorPolicy
 from deltasync.publishing.publisher import require_layout
-from deltasync.publishing.shadow import Shadow, shadow_weights
+from deltasync.publishing.shadow import Shadow, lock_shadow, shadow_weights
 from deltasync.shards import Box, Shards, ShardWeights
 from deltasync.store.protocol import Store
 from deltasync.trainer.base import CaptureOn, TorchPublisher
@@ -80,6 +81,7 @@ class ShardedPublisher(TorchPublisher):
         self._running: _Running | None = None
         self._failed: BaseException | None = None
         self._is_closed = False
+        self._lock: ExitStack | None = None
 
     @property
     def head(self) -> Manifest | None:
@@ -121,6 +123,8 @@ class ShardedPublisher(TorchPublisher):
         if self._running is not None:
             self._running.close()
         self._writer.close()
+        if self._lock is not None:
+            self._lock.close()
         for ranks in () if self._groups is None else self._groups:
             ranks.close()
 
@@ -171,7 +175,9 @@ class ShardedPublisher(TorchPublisher):
         with ranks.telling():
             boxes, _ = self._shard(weights, layout, ranks.rank)
             shards = Shards(layout, boxes)
-            room = shadow_weights(shards.local, self._shadow_file(ranks))
+            path = self._shadow_file(ranks)
+            self._lock = lock_shadow(path) if self._lock is None else self._lock
+            room = shadow_weights(shards.local, path)
         opened = ranks.agree("to this feed", shards.local.elements, lambda counts: self._open_feed(layout, sum(counts)))
         # All ranks are one writer: each of them can tell whether a version is theirs.
         self._writer.id = opened.writer

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from deltasync.errors import InvalidInputError
 from deltasync.format.dtypes import DTYPES, DType
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Bits, Region, Runs, region_keys
+from deltasync.publishing.capture import Masters
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -46,6 +48,11 @@ def element_type(name: str, dtype: torch.dtype) -> DType:
     return DTYPES[found]
 
 
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The type of torch for an element type of the format."""
+    return next(found for found, name in _NAMES.items() if name == dtype.name)
+
+
 def layout_of(tensors: Mapping[str, torch.Tensor], *, cast: torch.dtype | None = None) -> Layout:
     """The layout of tensors as they are published."""
     return Layout.of(
@@ -53,9 +60,19 @@ def layout_of(tensors: Mapping[str, torch.Tensor], *, cast: torch.dtype | None =
     )
 
 
+def bits_dtype(width: int) -> torch.dtype:
+    """Integers of this many bytes, to look at bits with."""
+    return _BITS[width]
+
+
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as flat integers of its width: what is compared are bits, never floats."""
-    return tensor.reshape(-1).view(_BITS[tensor.element_size()])
+    return tensor.reshape(-1).view(bits_type(tensor))
+
+
+def bits_type(tensor: torch.Tensor) -> torch.dtype:
+    """The integers that show the bits of a tensor."""
+    return _BITS[tensor.element_size()]
 
 
 def host_bits(tensor: torch.Tensor, dtype: DType) -> Bits:
@@ -88,6 +105,16 @@ class TorchWeights:
         arrays = tuple(self._piece(ordinal, first, count, room) for ordinal, first, count in rows)
         local = np.array([(i, 0, count) for i, (_, _, count) in enumerate(rows)], np.int64)
         return Region(self.layout.tensors[rows[0][0]].dtype, arrays, local, region_keys(self.layout, runs))
+
+    def masters(self, runs: Runs) -> Masters | None:
+        """The float32 elements that `runs` names, in place; None unless all of them are only to be rounded."""
+        nan, rows = _nan_bits(), runs.tolist()
+        tensors = [self._tensors[ordinal] for ordinal, _, _ in rows]
+        if nan is None or not all(map(_is_master, tensors, (self._dtypes[ordinal] for ordinal, _, _ in rows))):
+            return None
+        arrays = tuple(host_bits(tensor, DTYPES["F32"]) for tensor in tensors)
+        local = np.array([(i, first, count) for i, (_, first, count) in enumerate(rows)], np.int64)
+        return Masters(Region(DTYPES["F32"], arrays, local, region_keys(self.layout, runs)), nan)
 
     def _piece(self, ordinal: int, first: int, count: int, room: "_Room | None") -> Bits:
         tensor, dtype = self._tensors[ordinal], self._dtypes[ordinal]
@@ -129,6 +156,21 @@ class _Room:
         else:
             torch._foreach_copy_(torch.split(target, self._slice), torch.split(piece, self._slice))
         return target
+
+
+def _is_master(tensor: torch.Tensor, published: torch.dtype) -> bool:
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
+    return is_plain and tensor.dtype == torch.float32 and published == torch.bfloat16
+
+
+@cache
+def _nan_bits() -> int | None:
+    """What torch's cast to bfloat16 makes of every NaN: it differs by machine. None where it depends on the NaN."""
+    every = np.array([0x7F800001, 0x7FBFFFFF, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF], np.uint32)
+    # Some of each, so that what is asked is the vectors that tensors go through.
+    cast = torch.from_numpy(np.repeat(every, 32).view(np.int32)).view(torch.float32).to(torch.bfloat16)
+    found = set(host_bits(cast, DTYPES["BF16"]).tolist())
+    return found.pop() if len(found) == 1 else None
 
 
 def _flat_slice(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:

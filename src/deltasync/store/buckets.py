@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from deltasync.errors import InvalidInputError, NotFoundError, StoreError
+from deltasync.store.bucket_events import changed_paths
 from deltasync.store.checks import is_key, require_key, require_prefix, require_range
 from deltasync.store.protocol import Capabilities, Data, ObjectInfo
 
@@ -142,6 +143,17 @@ class BucketStore:
                 # Also what a retry is told whose first try went through.
                 if any(api.get_bucket_paths_info(self._bucket_id, [self._root + key])):
                     raise
+
+    def watch(self, stop: threading.Event) -> Iterator[str]:
+        """Keys as they are put (`Watchable`), by the event feed of the bucket."""
+        api = _api()
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        url = f"{api.endpoint}/api/buckets/{self._bucket_id}/events"
+        for path in changed_paths(url, lambda: build_hf_headers(library_name=api.library_name), stop):
+            key = path.removeprefix(self._root)
+            if path.startswith(self._root) and is_key(key):
+                yield key
 
     def close(self) -> None:
         """The client's connections belong to the whole process."""

@@ -1,0 +1,1 @@
+"""Targets: what a replica serves its weights from."""

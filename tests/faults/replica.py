@@ -1,0 +1,20 @@
+"""A replica in a process of its own, to be killed: it keeps a folder at the head of a feed."""
+
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+from deltasync.following.follower import Follower
+from deltasync.serve.folder import FolderTarget
+
+
+def run(folder: str, url: str, *, is_mapped: bool, stop_at: int | None, has_begun: Event) -> None:
+    """Follow until somebody ends it, or only to version `stop_at`."""
+    target = FolderTarget(Path(folder) / "model")
+    mirror = Path(folder) / "mirror" if is_mapped else None
+    has_begun.set()
+    with Follower(url, mirror=mirror, replica="one", beat_s=0.05, threads=1) as replica:
+        if stop_at is None:
+            replica.follow(target)
+        else:
+            replica.advance(target, to=stop_at)
+            assert replica.scrub(target) == []

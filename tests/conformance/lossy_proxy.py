@@ -1,23 +1,28 @@
-"""A proxy that loses answers, in front of a real server: what a client must live with."""
+"""A proxy that loses, delays and damages answers, in front of a real server: what a client must live with."""
 
 import http.client
 import http.server
 import threading
+import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from servers import Server
 
+STALL_S = 5.0
+
 
 class Proxy:
-    """Stands in front of a server: counts requests, and loses answers after the server has done what was asked."""
+    """Stands in front of a server: counts requests, and spoils answers after the server has done what was asked."""
 
     def __init__(self, server: Server) -> None:
         self.seen: list[str] = []
         """Methods of the requests that were passed on."""
         self.lose: list[str] = []
         """How to treat the next answers: "503" replaces one, "cut" closes the connection without any."""
+        self.spoil: Callable[[str, str], str] = lambda method, path: ""
+        """How to treat any other answer, by method and path: as above, or "flip" a bit of it, or "stall" a while."""
         address = urllib.parse.urlsplit(server.endpoint)
         proxy = self
 
@@ -39,7 +44,12 @@ class Proxy:
                 self.reply(answer, content)
 
             def reply(self, answer: http.client.HTTPResponse, content: bytes) -> None:
-                how = proxy.lose.pop(0) if proxy.lose else ""
+                how = proxy.lose.pop(0) if proxy.lose else proxy.spoil(self.command, self.path)
+                if how == "stall":
+                    time.sleep(STALL_S)
+                if how == "flip" and content:
+                    middle = len(content) // 2
+                    content = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
                 if how == "cut":
                     self.close_connection = True
                     return

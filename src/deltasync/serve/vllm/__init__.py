@@ -1,0 +1,1 @@
+"""deltasync as a plugin of vLLM: a server that follows a feed by itself."""

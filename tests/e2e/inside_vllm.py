@@ -1,0 +1,116 @@
+"""Checks that run inside vLLM's own process and environment. Prints JSON; run by `test_inside_vllm`."""
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="0",
+    VLLM_HOST_IP="127.0.0.1",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("check", choices=("experts", "protocol"))
+    parser.add_argument("old")
+    parser.add_argument("new")
+    parser.add_argument("--feed")
+    options = parser.parse_args()
+    found = stacked_experts(options.old, options.new) if options.check == "experts" else protocol(options)
+    print(json.dumps(found))
+
+
+def engine(checkpoint: str) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        checkpoint,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=256,
+        weight_transfer_config={"backend": "deltasync"},
+    )
+
+
+def stacked_experts(old: str, new: str) -> dict[str, Any]:
+    """Changes through the map into experts that are stacked but not packed, as on an accelerator."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    from deltasync.checkpoint import open_checkpoint
+    from deltasync.detect import detect, stretches
+    from deltasync.serve.vllm.map import EngineMap, Rank
+    from deltasync.serve.vllm.stagefile import write_stage
+
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+    CPUUnquantizedExperts.apply = lambda self, output, *args, **kwargs: output.zero_()
+    llm = engine(old)
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    runtime, model = worker.weight_transfer_engine.runtime, worker.model_runner.get_model()
+    before, after = open_checkpoint(old).weights, open_checkpoint(new).weights
+    known = EngineMap(before.layout, [Rank.from_json(runtime.describe(before.layout.to_json()))])
+    known.require_served()
+    known.keep(runtime.prove(old))
+    changes = [found for stretch in stretches(before.layout) for found in detect(before, after, stretch)]
+    with tempfile.TemporaryDirectory() as folder:
+        stage = Path(folder) / "stage.safetensors"
+        write_stage(stage, known.segments(0, changes))
+        runtime.prepare([str(stage)])
+        runtime.scatter()
+    scattered = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    names = [spec.name for spec in after.layout.tensors]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        tensors = [torch.from_numpy(bits.copy().view("i2")).view(torch.bfloat16) for bits in after.arrays]
+        shaped = [tensor.view(spec.shape) for tensor, spec in zip(tensors, after.layout.tensors, strict=True)]
+        model.load_weights(zip(names, shaped, strict=True))
+    loaded = dict(model.named_parameters())
+    return {
+        "unknown": known.unknown,
+        "stacked": sorted(name for name, parameter in loaded.items() if parameter.ndim == 3),
+        "differing": [
+            n for n, p in loaded.items() if not torch.equal(p.view(torch.int16), scattered[n].view(torch.int16))
+        ],
+    }
+
+
+def same_bits(ours: Any, theirs: Any) -> bool:
+    import torch
+
+    return torch.equal(ours.detach().view(torch.int16), theirs.view(torch.int16))
+
+
+def protocol(options: argparse.Namespace) -> dict[str, Any]:
+    """vLLM's own way to update weights: what it generates with the old ones, at version 1, and at version 0 again."""
+    from vllm import SamplingParams
+
+    llm = engine(options.old)
+    prompt = {"prompt_token_ids": [5, 17, 99, 240, 33, 8]}
+
+    def answer() -> list[list[float]]:
+        asked = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
+        said = llm.generate([prompt], asked, use_tqdm=False)[0].outputs[0].logprobs
+        return [[token, chosen[token].logprob] for chosen in said for token in chosen]
+
+    found = {"old": answer()}
+    llm.init_weight_transfer_engine({"init_info": {"feed": options.feed}})
+    for version in (1, 0):
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"version": version}})
+        llm.finish_weight_update(str(version))
+        llm.reset_prefix_cache()
+        found[f"version {version}"] = answer()
+    return found
+
+
+if __name__ == "__main__":
+    main()

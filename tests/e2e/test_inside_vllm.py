@@ -1,0 +1,44 @@
+"""Parts of the plugin that no server shows on a CPU: experts that are stacked but not packed, vLLM's own protocol."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import save, tiny_model
+from training_feed import training_feed
+from vllm_servers import PYTHON, require_vllm
+
+pytestmark = pytest.mark.e2e
+
+SCRIPT = Path(__file__).with_name("inside_vllm.py")
+
+
+def run(*arguments: str) -> Any:
+    require_vllm()
+    done = subprocess.run(
+        [str(PYTHON), str(SCRIPT), *arguments], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_changes_reach_stacked_experts_through_the_map(tmp_path: Path) -> None:
+    with training_feed(tiny_model("qwen3-moe"), tmp_path) as feed:
+        feed.step()
+        found = run("experts", str(feed.base), str(save(feed.model, tmp_path / "new")))
+    assert found["unknown"] == []
+    assert found["differing"] == []
+    assert len(found["stacked"]) == 4
+
+
+def test_vllms_own_protocol_brings_versions(tmp_path: Path) -> None:
+    with training_feed(tiny_model("qwen3"), tmp_path) as feed:
+        feed.step(fraction=0.3, scale=1.0)
+        new = feed.restored(tmp_path / "new")
+        found = run("protocol", str(feed.base), str(new), "--feed", feed.url)
+        fresh = run("protocol", str(new), str(new), "--feed", feed.url)
+    assert found["version 0"] == found["old"]
+    assert found["version 1"] != found["old"]
+    assert found["version 1"] == fresh["old"]

@@ -1,0 +1,107 @@
+"""What a vLLM server that follows a feed lives through: kills, and a store that fails, stalls, lies or is gone."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from answers import PROMPTS, answers, assert_made_by_their_label, versions_of
+from conformance.lossy_proxy import proxied
+from servers import seaweed
+from tiny_models import tiny_model
+from training_feed import TrainingFeed, training_feed
+from vllm_servers import Response, VllmServer, require_vllm, start_vllm, stop, vllm_server
+
+pytestmark = pytest.mark.e2e
+
+KILLS = 30
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _installed() -> None:
+    require_vllm()
+
+
+def test_kills_at_any_time_leave_no_answer_with_mixed_weights(tmp_path: Path) -> None:
+    """The server is killed while it starts, fetches, writes and answers; its mirror is what it goes on from."""
+    when = random.Random(5)
+    found: list[Response] = []
+    with training_feed(tiny_model("qwen3"), tmp_path) as feed:
+        with stepping(feed, every_s=1.0):
+            for number in range(KILLS):
+                server = start_vllm(feed.base, feed.url, tmp_path / "killed", DELTASYNC_MIRROR=str(tmp_path / "mirror"))
+                ask_until(server, time.monotonic() + when.uniform(1.0, 18.0 if number % 3 else 30.0), found)
+                os.killpg(server.process.pid, signal.SIGKILL)
+                stop(server.process)
+        with vllm_server(feed.base, feed.url, tmp_path / "last", DELTASYNC_MIRROR=str(tmp_path / "mirror")) as server:
+            server.wait_version(feed.version)
+            assert server.control("scrub") == {"version": feed.version, "damaged": []}
+            live = answers(server)
+        assert found, "no server lived long enough to answer"
+        assert_made_by_their_label(found, feed, tmp_path)
+        with vllm_server(feed.restored(tmp_path / "head"), None, tmp_path / "fresh") as fresh:
+            assert answers(fresh) == live
+
+
+def test_a_store_that_fails_is_outlived(tmp_path: Path) -> None:
+    with seaweed() as store, proxied(store) as proxy, training_feed(tiny_model("qwen3"), tmp_path, store) as feed:
+        environment = {**store.environment, "AWS_ENDPOINT_URL": proxy.endpoint, "AWS_ENDPOINT": proxy.endpoint}
+        with vllm_server(feed.base, feed.url, tmp_path / "following", **environment) as server:
+            server.wait_version(0)
+            flipped: list[str] = []
+
+            def flip_each_payload_once(method: str, path: str) -> str:
+                if "/payloads/" not in path or path in flipped:
+                    return ""
+                flipped.append(path)
+                return "flip"
+
+            proxy.spoil = flip_each_payload_once
+            server.wait_version(feed.step())
+            assert flipped
+            assert server.control("status")["counts"]["refetched"] >= 1
+            for how in ("stall", "503", "cut"):
+                proxy.spoil = lambda method, path, how=how: how
+                version = feed.step()
+                time.sleep(2.0)
+                assert server.complete(PROMPTS[0]).status == 200
+                assert versions_of(server.complete(PROMPTS[0])) == (str(version - 1), str(version - 1))
+                proxy.spoil = lambda method, path: ""
+                status = server.wait_version(version)
+                assert status["error"] is None
+            assert server.control("scrub") == {"version": feed.version, "damaged": []}
+
+
+@contextmanager
+def stepping(feed: TrainingFeed, *, every_s: float) -> Iterator[None]:
+    """A trainer that publishes again and again."""
+    done = threading.Event()
+
+    def train() -> None:
+        while not done.wait(every_s):
+            feed.step(fraction=0.3, scale=1.0)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def ask_until(server: VllmServer, deadline: float, found: list[Response]) -> None:
+    """Ask for completions, as soon as there is somebody to answer."""
+    while time.monotonic() < deadline and server.process.poll() is None:
+        try:
+            found.append(
+                server.complete(PROMPTS[0], max_tokens=16, ignore_eos=True, return_token_ids=True, timeout_s=5.0)
+            )
+        except OSError:
+            time.sleep(0.2)
+    assert server.process.poll() is None, server.tail()

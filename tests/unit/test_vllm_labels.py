@@ -1,0 +1,222 @@
+"""Which version made an answer: headers of real responses, from the versions that vLLM notes for tokens."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.responses import StreamingResponse
+from starlette.testclient import TestClient
+
+from deltasync.serve.vllm.labels import Labelling, Labels, note_versions
+
+
+@dataclass
+class Span:
+    version: str
+
+
+@dataclass
+class Completion:
+    """Some tokens. vLLM tells the versions with the last of them."""
+
+    index: int = 0
+    weight_versions: list[Span] | None = None
+
+
+@dataclass
+class Output:
+    request_id: str
+    outputs: list[Completion] = field(default_factory=list)
+
+
+def done(*versions: str, index: int = 0) -> Completion:
+    return Completion(index, [Span(version) for version in versions])
+
+
+@dataclass
+class Switch:
+    """Between two outputs another version gets live."""
+
+    version: str
+
+
+Script = Sequence[Output | Switch]
+
+
+class Client:
+    """An engine client that yields what it is told to; `is_closed` once it was let go of."""
+
+    def __init__(self, script: Script, labels: Labels) -> None:
+        self._script = script
+        self._labels = labels
+        self.is_closed = False
+
+    async def generate(self, prompt: str, *, request_id: str = "") -> AsyncGenerator[Output, None]:
+        try:
+            for item in self._script:
+                if isinstance(item, Switch):
+                    self._labels.current = item.version
+                elif not request_id or item.request_id == request_id:
+                    yield item
+        finally:
+            self.is_closed = True
+
+
+def served(script: Script, *, root: str = "") -> tuple[TestClient, Client]:
+    """A server whose first version is 3."""
+    labels = Labels()
+    labels.current = "3"
+    client, app = Client(script, labels), FastAPI(root_path=root)
+    note_versions(client, labels)
+    app.add_middleware(Labelling, labels=labels)
+
+    @app.post("/v1/completions")
+    async def complete() -> dict[str, int]:
+        return {"outputs": len([output async for output in client.generate("hello")])}
+
+    @app.post("/v1/stream")
+    async def stream() -> StreamingResponse:
+        async def events() -> AsyncIterator[str]:
+            async for output in client.generate("hello"):
+                yield f"data: {output.request_id}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    @app.get("/v1/models")
+    async def models() -> list[str]:
+        return ["one"]
+
+    @app.get("/v1/broken")
+    async def broken() -> None:
+        raise RuntimeError("broken")
+
+    @app.post("/health")
+    async def health() -> dict[str, int]:
+        return await complete()
+
+    return TestClient(app, raise_server_exceptions=False), client
+
+
+def headers(response: Any) -> tuple[str | None, str | None, str | None]:
+    names = ("x-deltasync-version", "x-deltasync-first-version", "x-deltasync-last-version")
+    return tuple(response.headers.get(name) for name in names)  # type: ignore[return-value]
+
+
+WHOLE: dict[str, tuple[Script, tuple[str | None, str | None, str | None]]] = {
+    "one version": ([Output("a", [done("3")])], ("3", None, None)),
+    "tokens count, not what is live when they are sent": (
+        [Output("a", [done("3")]), Switch("4")],
+        ("3", None, None),
+    ),
+    "a span": ([Output("a", [Completion()]), Switch("4"), Output("a", [done("3", "4")])], ("3", "3", "4")),
+    "a span over many": ([Output("a", [done("3", "4", "12")])], ("3", "3", "12")),
+    "numbers, not letters": ([Output("a", [done("9", "10")])], ("9", "9", "10")),
+    "back to an older one": ([Output("a", [done("4", "2")])], ("2", "2", "4")),
+    "some of the weights of the start": ([Output("a", [done("default", "0")])], ("none", "none", "0")),
+    "all of the weights of the start": ([Output("a", [done("default")])], ("none", None, None)),
+    "two completions": ([Output("a", [done("3"), done("4", index=1)])], ("3", "3", "4")),
+    "two completions that end apart": (
+        [Output("a", [done("3")]), Output("a", [done("4", index=1)])],
+        ("3", "3", "4"),
+    ),
+    "two prompts": ([Output("a", [done("3")]), Output("b", [done("5")])], ("3", "3", "5")),
+    "what was said first is replaced by what vLLM noted": (
+        [Output("a", [Completion()]), Output("a", [done("2")])],
+        ("2", None, None),
+    ),
+    "ended without being told": (
+        [Output("a", [Completion()]), Switch("4"), Output("a", [Completion()])],
+        ("3", None, None),
+    ),
+    "no tokens": ([Output("a", [])], ("3", None, None)),
+    "nothing at all": ([Switch("4")], ("4", None, None)),
+}
+
+
+@pytest.mark.parametrize(("script", "wanted"), WHOLE.values(), ids=WHOLE.keys())
+def test_whole_answers(script: Script, wanted: tuple[str | None, str | None, str | None]) -> None:
+    http, client = served(script)
+    response = http.post("/v1/completions")
+    assert response.status_code == 200
+    assert headers(response) == wanted
+    assert response.json() == {"outputs": sum(isinstance(item, Output) for item in script)}
+    assert client.is_closed
+
+
+TOKEN = Output("a", [Completion()])
+STREAMS: dict[str, tuple[Script, tuple[str | None, str | None, str | None], str]] = {
+    "one version": ([TOKEN, Output("a", [done("3")])], ("3", None, None), ""),
+    # The header waits for the first token: what was live when the request came does not matter.
+    "a switch before the first token": ([Switch("4"), TOKEN, Output("a", [done("4")])], ("4", None, None), ""),
+    "a switch after it": (
+        [TOKEN, Switch("4"), Output("a", [done("3", "4")])],
+        ("3", None, None),
+        ": x-deltasync-last-version: 4\n\n",
+    ),
+    "two completions": (
+        [
+            TOKEN,
+            Output("a", [Completion(1)]),
+            Output("a", [done("3")]),
+            Switch("4"),
+            Output("a", [done("3", "4", index=1)]),
+        ],
+        ("3", None, None),
+        ": x-deltasync-last-version: 4\n\n",
+    ),
+    "the last one is of one version only": (
+        [TOKEN, Output("a", [done("3", "4")]), Output("a", [done("3", index=1)])],
+        ("3", None, None),
+        ": x-deltasync-last-version: 4\n\n",
+    ),
+    "no tokens": ([], ("3", None, None), ""),
+}
+
+
+@pytest.mark.parametrize(("script", "wanted", "told"), STREAMS.values(), ids=STREAMS.keys())
+def test_streams(script: Script, wanted: tuple[str | None, str | None, str | None], told: str) -> None:
+    http, client = served(script)
+    response = http.post("/v1/stream")
+    assert headers(response) == wanted
+    sent = "".join(f"data: {item.request_id}\n\n" for item in script if isinstance(item, Output))
+    assert response.text == sent + "data: [DONE]\n\n" + told
+    assert client.is_closed
+
+
+def test_answers_without_the_engine_have_what_is_live() -> None:
+    http, _ = served([])
+    assert headers(http.get("/v1/models")) == ("3", None, None)
+    assert headers(http.get("/v1/nothing")) == ("3", None, None)
+
+
+def test_other_routes_are_left_alone() -> None:
+    http, _ = served([Output("a", [done("3")])])
+    assert headers(http.post("/health")) == (None, None, None)
+    assert http.get("/v1/broken").status_code == 500
+
+
+def test_a_server_behind_a_prefix() -> None:
+    http, _ = served([Output("a", [done("5")])], root="/api")
+    for path in ("/v1/completions", "/api/v1/completions"):
+        assert headers(http.post(path)) == ("5", None, None)
+
+
+def test_answers_at_the_same_time_have_each_their_own() -> None:
+    """The same engine client serves both."""
+    script = [Output("a", [done("3")]), Output("b", [done("7")])]
+    labels = Labels()
+    client, app = Client(script, labels), FastAPI()
+    note_versions(client, labels)
+    app.add_middleware(Labelling, labels=labels)
+
+    @app.post("/v1/{request}")
+    async def complete(request: str) -> int:
+        return len([output async for output in client.generate("", request_id=request)])
+
+    http = TestClient(app)
+    assert headers(http.post("/v1/a")) == ("3", None, None)
+    assert headers(http.post("/v1/b")) == ("7", None, None)
+    assert headers(http.post("/v1/c")) == ("none", None, None)

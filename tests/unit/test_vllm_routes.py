@@ -1,0 +1,227 @@
+"""The control routes: nobody learns anything without the token, and errors have a status that says what to do."""
+
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from feeds import Feed
+from replicas import TorchTarget, follower
+from starlette.testclient import TestClient, WebSocketDenialResponse
+
+from deltasync.errors import (
+    ConflictError,
+    CorruptError,
+    DeltasyncError,
+    EngineError,
+    FormatError,
+    InvalidInputError,
+    MismatchError,
+    NotFoundError,
+    StoreError,
+)
+from deltasync.serve.vllm.routes import Guard, add_routes
+
+TOKEN = "s3cret-täken"
+ALLOWED = {"authorization": b"Bearer " + TOKEN.encode()}
+
+
+class Server:
+    """What an API server has: a follower of a real feed, with a target in this process."""
+
+    way = "push"
+
+    def __init__(self, *, versions: int = 3, token: str | None = TOKEN, root: str = "", is_up: bool = True) -> None:
+        self.feed = Feed.of(versions)
+        self.target = TorchTarget(self.feed.states[0].layout)
+        self.follower = follower(self.feed.store, replica="me")
+        app = FastAPI(root_path=root)
+        add_routes(app, lambda: self if is_up else None)
+        app.add_middleware(Guard, token=token)
+
+        @app.get("/v1/models")
+        @app.get("/deltasyncs")
+        async def others() -> str:
+            return "others"
+
+        self.http = TestClient(app, raise_server_exceptions=False)
+
+    def post(self, verb: str, **fields: Any) -> Any:
+        return self.http.post(f"/deltasync/{verb}", json=fields, headers=ALLOWED)
+
+    def status(self) -> Any:
+        return self.http.get("/deltasync/status", headers=ALLOWED).json()
+
+
+VERBS = ("advance", "pin", "pause", "resume", "nudge", "scrub")
+PATHS = [
+    ("GET", "/deltasync"),
+    ("GET", "/deltasync/"),
+    ("GET", "/deltasync/status"),
+    ("GET", "/deltasync/status/"),
+    ("GET", "/deltasync/nothing/there"),
+    ("DELETE", "/deltasync/status"),
+    ("OPTIONS", "/deltasync/status"),
+    *(("POST", f"/deltasync/{verb}") for verb in VERBS),
+]
+WRONG: dict[str, dict[str, Any]] = {
+    "none": {},
+    "empty": {"authorization": ""},
+    "no token": {"authorization": "Bearer "},
+    "another": {"authorization": "Bearer s3cret"},
+    "a longer one": {"authorization": ALLOWED["authorization"] + b"x"},
+    "another scheme": {"authorization": b"Basic " + TOKEN.encode()},
+    "no scheme": {"authorization": TOKEN.encode()},
+    "another header": {"x-api-key": TOKEN.encode()},
+}
+
+
+def refused(response: Any) -> bool:
+    """The same for all, so that nothing can be learned from it."""
+    is_told = response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+    return is_told and response.json() == {"error": {"kind": "unauthorized"}}
+
+
+@pytest.mark.parametrize("given", WRONG.values(), ids=WRONG.keys())
+def test_without_the_token_every_path_is_the_same(given: dict[str, Any]) -> None:
+    server = Server()
+    for method, path in PATHS:
+        assert refused(server.http.request(method, path, headers=given)), path
+    assert server.target.version is None
+    assert not server.follower.status().is_paused
+
+
+@pytest.mark.parametrize("given", [{}, {"authorization": "Bearer "}, {"authorization": "Bearer None"}, ALLOWED])
+def test_without_a_token_to_ask_for_nobody_is_answered(given: dict[str, Any]) -> None:
+    server = Server(token=None)
+    assert all(refused(server.http.request(method, path, headers=given)) for method, path in PATHS)
+
+
+def test_the_token_twice_is_not_the_token() -> None:
+    headers = [("authorization", ALLOWED["authorization"])] * 2
+    assert refused(Server().http.get("/deltasync/status", headers=headers))
+
+
+def test_web_sockets_are_refused_alike() -> None:
+    with pytest.raises(WebSocketDenialResponse) as raised, Server().http.websocket_connect("/deltasync/status"):
+        pass
+    assert refused(raised.value)
+
+
+def test_a_server_behind_a_prefix_is_guarded_as_well() -> None:
+    server = Server(root="/api")
+    for path in ("/deltasync/status", "/api/deltasync/status", "/api/deltasync/nothing"):
+        assert refused(server.http.get(path)), path
+    assert server.http.get("/api/deltasync/status", headers=ALLOWED).status_code == 200
+
+
+def test_other_routes_need_no_token() -> None:
+    server = Server()
+    assert [server.http.get(path).json() for path in ("/v1/models", "/deltasyncs")] == ["others"] * 2
+    assert server.http.get("/nothing").status_code == 404
+
+
+def test_with_the_token_unknown_paths_are_unknown() -> None:
+    assert Server().http.get("/deltasync/nothing", headers=ALLOWED).status_code == 404
+
+
+def test_moves() -> None:
+    server = Server()
+    assert server.status()["version"] is None
+    answer = server.post("advance", to=0).json()
+    assert (answer["version"], answer["moved"]["version"], answer["moved"]["edges"]) == (0, 0, ["anchor"])
+    answer = server.post("advance").json()
+    assert (answer["version"], answer["moved"]["from_version"]) == (2, 0)
+    assert server.post("advance").json() == {"version": 2, "moved": None}
+    assert server.target.holds(server.feed.states[2])
+    status = server.status()
+    told = {"replica": "me", "version": 2, "head": 2, "lag": 0, "engine": "torch", "way": "push", "is_paused": False}
+    assert told.items() <= status.items()
+    assert status["last"]["version"] == 2
+
+
+def test_an_answer_without_a_body() -> None:
+    """All fields may be left out."""
+    server = Server()
+    assert server.http.post("/deltasync/advance", headers=ALLOWED).json()["version"] == 2
+    assert server.http.post("/deltasync/scrub", headers=ALLOWED).json() == {"version": 2, "damaged": []}
+
+
+def test_pins() -> None:
+    server = Server()
+    assert server.post("pin", version=1).json()["pinned"] == 1
+    assert server.post("advance").json()["version"] == 1
+    assert server.post("pin", version=None).json()["pinned"] is None
+    assert server.post("advance").json()["version"] == 2
+
+
+def test_following_can_be_held() -> None:
+    server = Server()
+    assert server.post("pause").json()["is_paused"] is True
+    assert server.post("nudge").json()["is_paused"] is True
+    assert server.post("resume").json()["is_paused"] is False
+
+
+@pytest.mark.parametrize("is_repaired", [True, False])
+def test_damage_is_told(is_repaired: bool) -> None:
+    server = Server()
+    server.post("advance")
+    server.target.state["packed"][0, 0] ^= 1
+    wanted = {"version": 2, "damaged": [{"tensor": "packed", "elements": 1}]}
+    assert server.post("scrub", repair=is_repaired).json() == wanted
+    assert server.target.holds(server.feed.states[2]) is is_repaired
+    assert server.status()["counts"]["repaired"] == int(is_repaired)
+
+
+ERRORS: list[tuple[DeltasyncError, int]] = [
+    (NotFoundError("gone", hint="look elsewhere"), 404),
+    (InvalidInputError("wrong"), 400),
+    (MismatchError("another model", rule="vllm.model", hint="serve it"), 409),
+    (StoreError("no answer", transient=True), 502),
+    (EngineError("it fails", hint="look at its log"), 503),
+    (CorruptError("damaged", rule="payload.sha256"), 500),
+    (FormatError("too new"), 500),
+    (ConflictError("another one"), 500),
+]
+
+
+@pytest.mark.parametrize(("error", "status"), ERRORS, ids=[error.kind for error, _ in ERRORS])
+def test_errors_have_a_status(error: DeltasyncError, status: int) -> None:
+    server = Server()
+
+    def fails(staged: object) -> None:
+        raise error
+
+    server.target.fails = fails
+    answer = server.post("advance")
+    assert answer.status_code == status
+    told = {"kind": error.kind, "message": error.message, "hint": error.hint, "rule": error.rule}
+    assert answer.json() == {"error": told}
+
+
+@pytest.mark.parametrize(("verb", "field"), [("advance", "to"), ("pin", "version")])
+@pytest.mark.parametrize("version", [3, 99, 10**18])
+def test_an_unknown_version_is_told_with_those_that_exist(verb: str, field: str, version: int) -> None:
+    server = Server()
+    answer = server.post(verb, **{field: version})
+    assert answer.status_code == 404
+    told = answer.json()["error"]
+    assert told["kind"] == "not_found"
+    assert f"version {version} is not in" in told["message"]
+    assert told["message"].endswith("which has 0 to 2")
+    assert server.target.version is None
+
+
+@pytest.mark.parametrize(("verb", "field"), [("advance", "to"), ("pin", "version")])
+@pytest.mark.parametrize("version", ["one", 1.5, [1], -1, 10**40])
+def test_what_is_no_version(verb: str, field: str, version: Any) -> None:
+    server = Server()
+    answer = server.post(verb, **{field: version})
+    assert 400 <= answer.status_code < 500
+    assert server.target.version is None
+
+
+def test_before_the_server_is_up() -> None:
+    server = Server(is_up=False)
+    answer = server.http.get("/deltasync/status", headers=ALLOWED)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["hint"] == "try again"

@@ -1,0 +1,115 @@
+"""The engine behind an API server, called from another thread than that of its event loop."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deltasync.errors import EngineError
+from deltasync.serve.vllm import server
+from deltasync.serve.vllm.labels import Labels
+from deltasync.serve.vllm.server import ServerEngine
+from deltasync.serve.vllm.settings import PauseMode
+
+
+class Client:
+    """vLLM's engine client, as far as it is used. Notes every call, which must be made in the loop's thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="some/model"))
+        self.error: Exception | None = None
+        self.is_stuck = False
+        self.thread: int | None = None
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
+        await self._note(method, args)
+        return ["first", "second"]
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        await self._note("pause", (mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        await self._note("resume", ())
+
+    async def update_weight_version(self, version: str) -> None:
+        await self._note("version", (version,))
+
+    async def _note(self, name: str, args: tuple[Any, ...]) -> None:
+        self.thread = threading.get_ident()
+        self.calls.append((name, args))
+        await asyncio.sleep(0)
+        if self.is_stuck:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    found = asyncio.new_event_loop()
+    thread = threading.Thread(target=found.run_forever)
+    thread.start()
+    yield found
+    found.call_soon_threadsafe(found.stop)
+    thread.join()
+    found.close()
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+def test_what_vllm_is_asked_for(loop: asyncio.AbstractEventLoop, mode: PauseMode) -> None:
+    client, labels = Client(), Labels()
+    engine = ServerEngine(client, loop, pause=mode, labels=labels)
+    assert engine.checkpoint == "some/model"
+    assert engine.call("copy", "mirror", [1, 2]) == ["first", "second"]
+    engine.pause()
+    assert labels.current == "none"
+    engine.label(7)
+    assert labels.current == "7"
+    engine.resume()
+    # What was computed with the weights before must be forgotten, whatever becomes of the requests.
+    wanted = [("deltasync", ("copy", "mirror", [1, 2])), ("pause", (mode, True)), ("version", ("7",)), ("resume", ())]
+    assert client.calls == wanted
+    assert client.thread != threading.get_ident()
+
+
+OPERATIONS: dict[str, Callable[[ServerEngine], object]] = {
+    "scatter": lambda engine: engine.call("scatter"),
+    "pause": lambda engine: engine.pause(),
+    "resume": lambda engine: engine.resume(),
+    "label": lambda engine: engine.label(7),
+}
+
+
+@pytest.mark.parametrize(("name", "operation"), OPERATIONS.items())
+@pytest.mark.parametrize("error", [RuntimeError("the worker died"), ValueError("the worker died")])
+def test_whatever_it_raises_is_an_error_of_the_engine(
+    loop: asyncio.AbstractEventLoop, name: str, operation: Callable[[ServerEngine], object], error: Exception
+) -> None:
+    client, labels = Client(), Labels()
+    client.error = error
+    with pytest.raises(EngineError, match=f"failed at '{name}': {type(error).__name__}: the worker died") as raised:
+        operation(ServerEngine(client, loop, pause="keep", labels=labels))
+    assert raised.value.__cause__ is error
+    assert labels.current == "none"
+
+
+def test_an_engine_that_does_not_answer(loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_TIMEOUT_S", 0.05)
+    client = Client()
+    client.is_stuck = True
+    with pytest.raises(EngineError, match="failed at 'pause': TimeoutError"):
+        ServerEngine(client, loop, pause="keep", labels=Labels()).pause()
+    # Nothing is left that would go on later.
+    waiting = asyncio.run_coroutine_threadsafe(_others(), loop).result()
+    assert waiting == 0
+
+
+async def _others() -> int:
+    """Tasks of this loop beside this one, after those that are being ended have ended."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return len(asyncio.all_tasks()) - 1

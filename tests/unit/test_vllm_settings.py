@@ -1,0 +1,77 @@
+"""How a server follows, from its environment."""
+
+from pathlib import Path
+
+import pytest
+
+from deltasync.errors import InvalidInputError
+from deltasync.serve.vllm.settings import Settings, memory_folder
+
+FEED = {"DELTASYNC_FEED": "s3://bucket/run"}
+GOOD: dict[str, tuple[dict[str, str], Settings]] = {
+    "only a feed": ({}, Settings("s3://bucket/run")),
+    "the defaults": (
+        {"DELTASYNC_WAY": "pull", "DELTASYNC_PAUSE": "keep"},
+        Settings("s3://bucket/run", None, "pull", "keep", None, None, None, 3600.0),
+    ),
+    "a token": ({"DELTASYNC_TOKEN": "s3cret"}, Settings("s3://bucket/run", token="s3cret")),
+    "driven from outside": ({"DELTASYNC_WAY": "push"}, Settings("s3://bucket/run", way="push")),
+    "requests are ended": ({"DELTASYNC_PAUSE": "abort"}, Settings("s3://bucket/run", pause="abort")),
+    "requests are waited for": ({"DELTASYNC_PAUSE": "wait"}, Settings("s3://bucket/run", pause="wait")),
+    "places": (
+        {"DELTASYNC_MIRROR": "/a/mirror", "DELTASYNC_BASE": "b"},
+        Settings("s3://bucket/run", mirror=Path("/a/mirror"), base=Path("b")),
+    ),
+    "a name": ({"DELTASYNC_REPLICA": "r-1"}, Settings("s3://bucket/run", replica="r-1")),
+    "scrubbing": ({"DELTASYNC_SCRUB_S": "1e3"}, Settings("s3://bucket/run", scrub_s=1000.0)),
+    "no scrubbing": ({"DELTASYNC_SCRUB_S": "off"}, Settings("s3://bucket/run", scrub_s=None)),
+    "empty is not set": (
+        {f"DELTASYNC_{name}": "" for name in ("TOKEN", "WAY", "PAUSE", "MIRROR", "BASE", "REPLICA", "SCRUB_S")},
+        Settings("s3://bucket/run"),
+    ),
+    "others are left alone": (
+        {"DELTASYNC_KERNELS": "reference", "TOKEN": "x", "VLLM_WAY": "y"},
+        Settings("s3://bucket/run"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("environment", "wanted"), GOOD.values(), ids=GOOD.keys())
+def test_good_ones(environment: dict[str, str], wanted: Settings) -> None:
+    assert Settings.from_environment({**FEED, **environment}) == wanted
+
+
+BAD: dict[str, tuple[dict[str, str], str]] = {
+    "no feed": ({}, r"DELTASYNC_FEED is not set \(set it to the URL"),
+    "an empty feed": ({"DELTASYNC_FEED": ""}, "DELTASYNC_FEED is not set"),
+    "no such way": ({**FEED, "DELTASYNC_WAY": "Pull"}, r"DELTASYNC_WAY is 'Pull' \(set it to one of pull, push\)"),
+    "no such pause": ({**FEED, "DELTASYNC_PAUSE": "kill"}, r"DELTASYNC_PAUSE is 'kill' .*one of keep, abort, wait"),
+    "no number": ({**FEED, "DELTASYNC_SCRUB_S": "often"}, "DELTASYNC_SCRUB_S is 'often'"),
+    "zero": ({**FEED, "DELTASYNC_SCRUB_S": "0"}, "DELTASYNC_SCRUB_S is '0'"),
+    "below zero": ({**FEED, "DELTASYNC_SCRUB_S": "-3"}, "DELTASYNC_SCRUB_S is '-3'"),
+    "never": ({**FEED, "DELTASYNC_SCRUB_S": "inf"}, "DELTASYNC_SCRUB_S is 'inf'"),
+    "not a number": ({**FEED, "DELTASYNC_SCRUB_S": "nan"}, "DELTASYNC_SCRUB_S is 'nan'"),
+}
+
+
+@pytest.mark.parametrize(("environment", "told"), BAD.values(), ids=BAD.keys())
+def test_bad_ones_name_the_variable(environment: dict[str, str], told: str) -> None:
+    with pytest.raises(InvalidInputError, match=told):
+        Settings.from_environment(environment)
+
+
+def test_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTASYNC_FEED", "folder")
+    assert Settings.from_environment().feed == "folder"
+
+
+def test_folders_in_memory_are_new_ones() -> None:
+    one, two = memory_folder(), memory_folder()
+    try:
+        assert one != two
+        assert [one.is_dir(), two.is_dir()] == [True, True]
+        # Nobody else may look at weights, or write what a server is to become.
+        assert one.stat().st_mode & 0o077 == 0
+    finally:
+        one.rmdir()
+        two.rmdir()

@@ -1,0 +1,362 @@
+"""A running engine as target: never resumed while it is torn, whatever fails; labelled while it is paused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from feeds import Feed
+from loading import Tensors, Workers, changed, reloading, save, tensors, weights_of
+from replicas import follower
+
+from deltasync.errors import EngineError, MismatchError
+from deltasync.following.follower import Follower
+from deltasync.following.mirror import Mirror
+from deltasync.following.target import Damage, Staged
+from deltasync.serve.vllm.target import VllmTarget
+
+__all__ = ["reloading"]
+
+WRITES = ("scatter", "copy", "load")
+ODD = ["quantized"]
+UNKNOWN = ["packed.a", "packed.b", "quantized.weight"]
+
+
+class FakeEngine:
+    """Real workers. `fails` tells for every operation, by number and name, whether it fails half way.
+
+    It is never resumed with anything but all of the version of its label.
+    """
+
+    name = "fake"
+
+    def __init__(self, states: list[Tensors], *, size: int = 2, checkpoint: str = "nowhere") -> None:
+        self.states = states
+        self.workers = Workers(states[0], size=size, odd_names=ODD)
+        self.checkpoint = checkpoint
+        self.calls: list[str] = []
+        self.arguments: list[tuple[Any, ...]] = []
+        self.is_paused = False
+        self.labelled: int | None = None
+        self.fails: Callable[[int, str], bool] = lambda number, name: False
+        self._number = 0
+        self.target: VllmTarget
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        is_write = method in WRITES or (method == "compare" and args[2])
+        assert self.is_paused or not is_write
+        assert self.target.version is None or not is_write
+        is_failing = self._begin(method, *args)
+        if is_failing:
+            # One worker has done it, the others have not.
+            getattr(self.workers.runtimes[0], method)(*args)
+            raise EngineError(f"{method} fails")
+        return self.workers.call(method, *args)
+
+    def pause(self) -> None:
+        is_failing = self._begin("pause")
+        # It may have happened all the same.
+        self.is_paused = True
+        if is_failing:
+            raise EngineError("pause fails")
+
+    def resume(self) -> None:
+        if self._begin("resume"):
+            raise EngineError("resume fails")
+        assert self.labelled is not None
+        assert self.workers.hold(self.states[self.labelled])
+        self.is_paused = False
+
+    def label(self, version: int) -> None:
+        assert self.is_paused
+        assert self.target.version is None
+        if self._begin("label", version):
+            raise EngineError("label fails")
+        self.labelled = version
+
+    def took(self) -> list[str]:
+        """The operations since the last time this was asked."""
+        calls, self.calls = self.calls, []
+        self.arguments = []
+        return calls
+
+    def _begin(self, name: str, *args: Any) -> bool:
+        self.calls.append(name)
+        self.arguments.append(args)
+        self._number += 1
+        return self.fails(self._number - 1, name)
+
+
+def versions(count: int, share: float = 0.05) -> list[Tensors]:
+    states = [tensors(0, *ODD)]
+    while len(states) < count:
+        states.append(changed(states[-1], len(states), share))
+    return states
+
+
+def feed_of(states: list[Tensors]) -> Feed:
+    feed = Feed()
+    feed.anchor(weights_of(states[0]))
+    for state in states[1:]:
+        feed.delta(weights_of(state))
+    return feed
+
+
+class Replica:
+    """A feed, an engine that was started with its first version, and who brings them together."""
+
+    def __init__(
+        self,
+        states: list[Tensors],
+        folder: Path,
+        *,
+        has_truth: bool = True,
+        size: int = 2,
+        feed: Feed | None = None,
+    ) -> None:
+        self.states = states
+        self.feed = feed_of(states) if feed is None else feed
+        truth = save(states[0], folder / "truth.safetensors") if has_truth else folder / "none"
+        self.engine = FakeEngine(states, size=size, checkpoint=str(truth))
+        self.target = self.engine.target = VllmTarget(self.engine, folder=folder)
+        self.follower: Follower = follower(self.feed.store, mirror=folder / "mirror.safetensors")
+
+    def advance(self, to: int | None = None) -> None:
+        self.follower.advance(self.target, to=to)
+
+    def is_live(self, version: int) -> bool:
+        is_served = self.target.version == self.engine.labelled == version and not self.engine.is_paused
+        return is_served and self.engine.workers.hold(self.states[version])
+
+
+@pytest.fixture
+def replica(tmp_path: Path, reloading: list[str]) -> Replica:
+    return Replica(versions(4), tmp_path)
+
+
+def test_the_order_of_things(replica: Replica) -> None:
+    """The first version whole, the next ones by what changed; all that takes long is before the pause."""
+    assert (replica.target.version, replica.target.engine) == (None, "fake")
+    replica.advance(0)
+    assert replica.engine.took() == ["describe", "missing", "prove", "pause", "copy", "load", "label", "resume"]
+    assert replica.is_live(0)
+    replica.advance(1)
+    assert replica.engine.arguments[3][1] == UNKNOWN
+    assert replica.engine.took() == ["prepare", "pause", "scatter", "load", "label", "resume"]
+    assert replica.is_live(1)
+    # Two at once, and back.
+    for version in (3, 1, 2):
+        replica.advance(version)
+        assert replica.is_live(version)
+    replica.advance(2)
+    assert replica.engine.took()[-6:] == ["prepare", "pause", "scatter", "load", "label", "resume"]
+
+
+def test_the_loader_takes_only_what_changed(tmp_path: Path, reloading: list[str]) -> None:
+    one = tensors(0, *ODD)
+    two = {**one, "norm.weight": changed(one, 1, 1.0)["norm.weight"]}
+    three = {**two, "packed.a": changed(two, 2, 1.0)["packed.a"]}
+    replica = Replica([one, two, three, three], tmp_path)
+    replica.advance(0)
+    replica.engine.took()
+    replica.advance(1)
+    assert replica.engine.took() == ["prepare", "pause", "scatter", "label", "resume"]
+    assert replica.is_live(1)
+    replica.advance(2)
+    assert replica.engine.arguments[3][1] == ["packed.a"]
+    assert replica.engine.took() == ["prepare", "pause", "scatter", "load", "label", "resume"]
+    assert replica.is_live(2)
+    # A version in which no bit changed: its label is all that does.
+    replica.advance(3)
+    assert replica.engine.took() == ["prepare", "pause", "scatter", "label", "resume"]
+    assert replica.is_live(3)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_without_the_checkpoint_the_loader_proves_the_map(size: int, tmp_path: Path, reloading: list[str]) -> None:
+    replica = Replica(versions(3), tmp_path, has_truth=False, size=size)
+    replica.advance(0)
+    assert replica.engine.arguments[4][1] == sorted(replica.states[0])
+    assert replica.engine.took() == ["describe", "missing", "prove", "pause", "load", "compare", "label", "resume"]
+    assert replica.is_live(0)
+    replica.advance(1)
+    assert replica.engine.arguments[3][1] == UNKNOWN
+    assert replica.is_live(1)
+
+
+def count_operations(states: list[Tensors], folder: Path, has_truth: bool) -> int:
+    replica = Replica(states, folder, has_truth=has_truth)
+    for version in range(len(states)):
+        replica.advance(version)
+    return len(replica.engine.calls)
+
+
+@pytest.mark.parametrize("has_truth", [True, False])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_failure_of_any_operation(times: int, has_truth: bool, tmp_path: Path, reloading: list[str]) -> None:
+    """Once, or several times in a row. The engine itself looks at what it is resumed with."""
+    states = versions(3)
+    (tmp_path / "count").mkdir()
+    feed, operations = feed_of(states), count_operations(states, tmp_path / "count", has_truth)
+    assert operations > 15
+    for first in range(operations):
+        folder = tmp_path / str(first)
+        folder.mkdir()
+        replica, failed = Replica(states, folder, has_truth=has_truth, feed=feed), []
+
+        def fails(number: int, name: str, first: int = first, failed: list[str] = failed) -> bool:
+            if first <= number < first + times:
+                failed.append(name)
+                return True
+            return False
+
+        replica.engine.fails = fails
+        for version in range(len(states)):
+            for _ in range(times + 1):
+                try:
+                    replica.advance(version)
+                    break
+                except EngineError:
+                    # It is paused, or it serves what it served before.
+                    assert replica.target.version is None or replica.is_live(version - 1)
+                    if replica.engine.calls[-1] in (*WRITES, "label", "resume"):
+                        assert replica.engine.is_paused
+                        assert replica.target.version is None
+            assert replica.is_live(version), (first, failed)
+        assert len(failed) == times
+
+
+def test_a_failed_write_is_done_again_in_the_same_pause(replica: Replica) -> None:
+    replica.advance(0)
+    replica.engine.took()
+    replica.engine.fails = lambda number, name: name == "scatter" and replica.engine.calls.count("scatter") == 1
+    replica.advance(1)
+    assert replica.engine.took() == ["prepare", "pause", "scatter", "scatter", "load", "label", "resume"]
+    assert replica.is_live(1)
+
+
+def test_a_torn_engine_stays_paused_until_it_is_whole(replica: Replica) -> None:
+    replica.advance(0)
+    replica.engine.took()
+    replica.engine.fails = lambda number, name: name in ("scatter", "copy")
+    for _ in range(3):
+        with pytest.raises(EngineError, match="fails"):
+            replica.advance(1)
+        assert replica.engine.is_paused
+        assert "resume" not in replica.engine.took()
+        assert (replica.target.version, replica.engine.labelled) == (None, 0)
+    replica.engine.fails = lambda number, name: False
+    # By then there is a newer version.
+    replica.advance(3)
+    assert replica.engine.took() == ["pause", "copy", "load", "label", "resume"]
+    assert replica.is_live(3)
+
+
+def test_an_engine_that_cannot_be_resumed_is_brought_there_again(replica: Replica) -> None:
+    replica.advance(0)
+    replica.engine.fails = lambda number, name: name == "resume"
+    with pytest.raises(EngineError):
+        replica.advance(1)
+    replica.engine.fails = lambda number, name: False
+    replica.advance(1)
+    assert replica.is_live(1)
+
+
+OTHERS: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "one is missing": (lambda s: s.pop("norm.weight"), r"nothing for the model's parameter 'norm\.weight'"),
+    "part of a fused one is missing": (lambda s: s.pop("q.weight"), r"the feed lacks 'q\.weight'"),
+    "one too many": (lambda s: s.update(another=torch.zeros(3)), r"does not take another: F32\[3\]"),
+    "another shape": (lambda s: s.update({"norm.weight": torch.zeros(9)}), r"does not take norm\.weight: F32\[9\]"),
+    "larger": (lambda s: s.update({"o.weight": torch.zeros(9, 12)}), r"does not take o\.weight: F32\[9, 12\]"),
+    "cut without a word": (lambda s: s.update({"o.weight": torch.zeros(8, 99)}), r"part of o\.weight: F32\[8, 99\]"),
+    "another type": (lambda s: s.update(scale=torch.tensor(3)), r"torch\.bfloat16 in place of scale: I64\[\]"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), OTHERS.values(), ids=OTHERS.keys())
+def test_another_model_is_refused_before_anything_is_touched(
+    change: Callable[[Tensors], object], told: str, tmp_path: Path
+) -> None:
+    state = tensors(0, *ODD)
+    other = dict(state)
+    change(other)
+    engine = FakeEngine([state], checkpoint=str(save(state, tmp_path / "truth.safetensors")))
+    target = engine.target = VllmTarget(engine, folder=tmp_path)
+    replica = follower(feed_of([other]).store, mirror=tmp_path / "mirror.safetensors")
+    with pytest.raises(MismatchError, match=told):
+        replica.advance(target)
+    assert set(engine.calls) <= {"describe", "missing"}
+    assert target.version is None
+    assert engine.workers.hold(state)
+
+
+def test_a_feed_with_other_tensors_since(replica: Replica) -> None:
+    replica.advance(0)
+    replica.engine.took()
+    replica.feed.anchor(weights_of({**replica.states[0], "z": torch.zeros(3)}))
+    with pytest.raises(MismatchError, match="other tensors since"):
+        replica.advance()
+    assert replica.engine.took() == []
+    assert replica.is_live(0)
+
+
+def test_a_scrub_without_damage_holds_up_nothing(replica: Replica) -> None:
+    replica.advance(1)
+    replica.engine.took()
+    assert replica.follower.scrub(replica.target) == []
+    assert replica.engine.took() == ["compare"]
+
+
+@pytest.mark.parametrize("is_repaired", [False, True])
+def test_damage_is_told_and_repaired_in_a_pause(replica: Replica, is_repaired: bool) -> None:
+    replica.advance(1)
+    replica.engine.took()
+    for model in replica.engine.workers.models:
+        model.w13.weight.data.view(torch.int16)[0, 0, :2] ^= 1
+    found = replica.follower.scrub(replica.target, repair=is_repaired)
+    assert found == [Damage("experts.0.gate.weight", 4)]
+    calls = replica.engine.took()
+    assert calls[-3:] == ["pause", "compare", "resume"] if is_repaired else calls == ["compare"]
+    assert replica.is_live(1) is is_repaired
+
+
+@pytest.mark.parametrize("operation", ["pause", "compare", "resume"])
+def test_a_repair_that_fails_leaves_the_engine_paused(replica: Replica, operation: str) -> None:
+    replica.advance(1)
+    replica.engine.workers.models[1].norm.weight.data.view(torch.int16)[3] ^= 1
+    replica.engine.fails = lambda number, name: name == operation and replica.engine.is_paused | (name == "pause")
+    with pytest.raises(EngineError, match=f"{operation} fails"):
+        replica.follower.scrub(replica.target)
+    assert replica.engine.is_paused
+    assert replica.target.version is None
+    replica.engine.fails = lambda number, name: False
+    replica.advance(1)
+    assert replica.is_live(1)
+
+
+def test_a_stage_before_the_layout_was_shown(tmp_path: Path) -> None:
+    states = versions(1)
+    engine, feed = FakeEngine(states), feed_of(states)
+    target = engine.target = VllmTarget(engine, folder=tmp_path)
+    mirror = Mirror(feed.states[0], tmp_path / "mirror")
+    with pytest.raises(EngineError, match="was not shown"):
+        target.stage(Staged(feed.log.read(0), (), 0, mirror, dict))
+    assert engine.calls == []
+
+
+def test_stages_are_replaced(replica: Replica, tmp_path: Path) -> None:
+    """One file for each worker, in place of the one before."""
+    for version in range(4):
+        replica.advance(version)
+    names = sorted(path.name for path in tmp_path.iterdir() if "stage" in path.name)
+    assert names == ["stage-0.safetensors", "stage-1.safetensors"]
+
+
+def test_the_mirror_waits_while_the_loader_reads_it(replica: Replica) -> None:
+    """What the map does not know would be of a later version than the rest."""
+    replica.advance(0)
+    replica.follower._advance(replica.target, to=1, meanwhile=replica.follower._read_ahead)
+    assert replica.is_live(1)
+    replica.advance()
+    assert replica.is_live(3)

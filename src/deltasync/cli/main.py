@@ -8,7 +8,21 @@ import traceback
 from collections.abc import Sequence
 
 from deltasync import __version__
-from deltasync.cli import apply, diff, digest, inspect, log, prune, publish, restore, show, verify
+from deltasync.cli import (
+    apply,
+    diff,
+    digest,
+    follow,
+    inspect,
+    log,
+    prune,
+    publish,
+    restore,
+    serve,
+    show,
+    status,
+    verify,
+)
 from deltasync.cli.output import plain
 from deltasync.errors import ConflictError, CorruptError, DeltasyncError, FormatError, MismatchError
 
@@ -20,7 +34,7 @@ EXIT_CONFLICT = 4
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-_COMMANDS = (publish, log, show, verify, restore, prune, diff, apply, inspect, digest)
+_COMMANDS = (publish, log, show, verify, restore, prune, follow, status, serve, diff, apply, inspect, digest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

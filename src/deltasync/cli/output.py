@@ -4,7 +4,7 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -20,13 +20,23 @@ def print_json(value: Any) -> None:
     sys.stdout.write("\n")
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table on stdout; the first column is text, the others are numbers, aligned to the right."""
+def print_json_line(value: Any) -> None:
+    """One JSON object in one line, at once: whoever reads it works along."""
+    print(json.dumps(value, ensure_ascii=True), flush=True)
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, alarming: Collection[int] = ()
+) -> None:
+    """A table on stdout; the first column is text, the others are numbers, aligned to the right.
+
+    `alarming` rows, by their ordinal, are red where that is a terminal.
+    """
     table = Table(title=escape(title), title_justify="left")
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i > 0)
-    for row in rows:
-        table.add_row(*(escape(plain(cell)) for cell in row))
+    for i, row in enumerate(rows):
+        table.add_row(*(escape(plain(cell)) for cell in row), style="red" if i in alarming else None)
     # Rendered aside and written by us: rich ends the process by itself when a pipe breaks.
     rendered = io.StringIO()
     terminal = sys.stdout.isatty()

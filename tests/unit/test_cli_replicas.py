@@ -1,0 +1,450 @@
+"""`follow`, `status` and `serve`: in this process where they end by themselves, else as real processes."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_servers import TOKEN, Controlled, control_server
+from helpers import changed, state, write_sharded
+
+import deltasync
+from deltasync.cli import main as cli
+from deltasync.cli.output import print_table
+from deltasync.cli.serve import prepare
+from deltasync.errors import InvalidInputError
+from deltasync.following.follower import Follower
+from deltasync.format.records import Heartbeat
+from deltasync.log.log import Log
+from deltasync.prune import LIVE_S
+from deltasync.serve.folder import FolderTarget
+from deltasync.store.local import LocalStore
+
+Out = pytest.CaptureFixture[str]
+
+LONG_S = 60.0
+PHASES = {"plan", "fetch", "decode", "stage", "commit", "pause"}
+
+
+def run(*argv: str) -> int:
+    return cli.main(argv)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> Path:
+    """A folder to work in: checkpoints c0 to c3, one step apart, and `feed` with the first three."""
+    tensors = state()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DELTASYNC_TOKEN", raising=False)
+    for i in range(4):
+        write_sharded(tmp_path / f"c{i}", tensors)
+        tensors = changed(tensors, seed=i)
+    for i in range(3):
+        assert run("publish", "feed", f"c{i}") == 0
+    capsys.readouterr()
+    return tmp_path
+
+
+def refusal(capsys: Out) -> str:
+    """The one line of an error, with nothing on stdout."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# --- follow -----------------------------------------------------------------------------------------------------------
+
+
+def test_follow_a_folder_once(place: Path, capsys: Out) -> None:
+    assert run("follow", "feed", "--target", "live", "--once", "--threads", "1") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("version 2 is live, from nothing: all weights, 3 edges, ")
+    assert deltasync.state_digest("live") == deltasync.state_digest("c2")
+    assert run("follow", "feed", "--target", "live", "--once", "--mirror", "mirror") == 0
+    capsys.readouterr()
+    assert run("follow", "feed", "--target", "live", "--once", "--mirror", "mirror") == 0
+    assert capsys.readouterr().out == "version 2 is live already\n"
+    assert run("follow", "feed", "--target", "live", "--once", "--mirror", "mirror", "--json") == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["version"], again["from_version"], again["edges"], again["bytes"]) == (2, 2, [], 0)
+    assert run("publish", "feed", "c3") == 0
+    capsys.readouterr()
+    assert run("follow", "feed", "--target", "live", "--once", "--mirror", "mirror", "--json", "--replica", "r") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    found = json.loads(lines[0])
+    assert found.keys() == {"version", "from_version", "edges", "bytes", "changed", "seconds"}
+    assert (found["version"], found["from_version"], found["edges"]) == (3, 2, ["delta"])
+    assert found["bytes"] > 0
+    assert found["changed"] > 0
+    assert found["seconds"].keys() == PHASES
+    assert deltasync.state_digest("live") == deltasync.state_digest("c3")
+    # Whoever ends says goodbye.
+    assert Log(LocalStore("feed")).heartbeats() == []
+
+
+def test_follow_from_a_base(place: Path, capsys: Out) -> None:
+    assert run("publish", "based", "c0", "--base", "nowhere/at-all") == 0
+    assert run("publish", "based", "c1", "--parent", "c0") == 0
+    assert run("follow", "based", "--target", "live", "--once", "--base", "c0") == 0
+    assert deltasync.state_digest("live") == deltasync.state_digest("c1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["nowhere", "--target", "live", "--once"], 1, "there is no version"),
+        (["feed", "--target", "c0", "--once"], 1, "not a link"),
+        (["feed", "--target", "live", "--once", "--listen", "127.0.0.1:0"], 1, "--listen with --once"),
+        (["feed", "--target", "live", "--metrics"], 1, "--metrics without --listen"),
+        (["feed", "--target", "live", "--replica", "a b"], 1, "replica"),
+        (["feed", "--vllm", "http://127.0.0.1:1", "--mirror", "m", "--replica", "r"], 1, "--mirror, --replica with"),
+        (["feed", "--vllm", "http://127.0.0.1:1", "--once"], 1, "cannot be reached"),
+        (["feed", "--vllm", "localhost", "--once"], 1, "not the URL of a server"),
+        (["feed", "--target", "live", "--listen", "256.0.0.1:1"], 1, "cannot listen on 256.0.0.1 port 1"),
+    ],
+)
+def test_follow_refuses(place: Path, capsys: Out, arguments: list[str], code: int, told: str) -> None:
+    assert run("follow", *arguments) == code
+    assert told in refusal(capsys)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["feed"],
+        ["feed", "--target", "live", "--vllm", "http://127.0.0.1:1"],
+        ["feed", "--target", "live", "--listen", "8080"],
+    ],
+)
+def test_follow_usage(place: Path, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("follow", *arguments)
+    assert caught.value.code == 2
+
+
+@contextmanager
+def process(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """The command as a process, which is ended in any case."""
+    command = [sys.executable, "-m", "deltasync", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, **environment}, **pipes) as started:  # type: ignore[call-overload]
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def line(started: subprocess.Popen[str]) -> Any:
+    """The next line of JSON."""
+    assert started.stdout is not None
+    text = started.stdout.readline()
+    if not text:
+        assert started.stderr is not None
+        raise AssertionError(started.stderr.read())
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_follow_until_a_signal(place: Path, number: signal.Signals) -> None:
+    with process("follow", "feed", "--target", "live", "--json", "--replica", "r-1", "--threads", "1") as started:
+        assert line(started)["version"] == 2
+        assert run("publish", "feed", "c3") == 0
+        assert line(started)["version"] == 3
+        assert [beat.replica for beat in Log(LocalStore("feed")).heartbeats()] == ["r-1"]
+        started.send_signal(number)
+        out, err = started.communicate(timeout=LONG_S)
+        assert (started.returncode, out, err) == (0, "", "")
+    assert deltasync.state_digest("live") == deltasync.state_digest("c3")
+    assert Log(LocalStore("feed")).heartbeats() == []
+
+
+def test_follow_ends_with_its_reader(place: Path) -> None:
+    with process("follow", "feed", "--target", "live", "--threads", "1") as started:
+        assert started.stdout is not None
+        assert started.stdout.readline().startswith("version 2 is live")
+        started.stdout.close()
+        assert run("publish", "feed", "c3") == 0
+        assert started.wait(LONG_S) == cli.EXIT_BROKEN_PIPE
+    assert Log(LocalStore("feed")).heartbeats() == []
+
+
+def test_follow_a_feed_of_another_model(place: Path, capsys: Out) -> None:
+    assert run("follow", "feed", "--target", "live", "--once") == 0
+    write_sharded(place / "other", {"embed": state()["embed"]})
+    assert run("publish", "another", "other") == 0
+    capsys.readouterr()
+    assert run("follow", "another", "--target", "live", "--threads", "1") == 3
+    assert "error: " in capsys.readouterr().err
+    assert deltasync.state_digest("live") == deltasync.state_digest("c2")
+
+
+def test_follow_and_listen(place: Path) -> None:
+    arguments = ("follow", "feed", "--target", "live", "--json", "--listen", "127.0.0.1:0", "--metrics")
+    with process(*arguments, DELTASYNC_TOKEN=TOKEN) as started:
+        assert started.stderr is not None
+        told = started.stderr.readline()
+        assert told.startswith("listening on http://127.0.0.1:")
+        assert line(started)["version"] == 2
+        address = told.split("http://")[1].strip()
+        status = json.loads(ask(address, "GET", "/status", TOKEN)[1])
+        assert (status["version"], status["head"], status["counts"]["moves"]) == (2, 2, 1)
+        assert ask(address, "GET", "/status", "wrong")[0] == 401
+        assert b"deltasync_version 2.0" in ask(address, "GET", "/metrics", None)[1]
+        assert ask(address, "POST", "/nudge", TOKEN)[0] == 202
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(LONG_S) == 0
+
+
+def ask(address: str, method: str, path: str, token: str | None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(address, timeout=LONG_S)
+    try:
+        connection.request(method, path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_follow_leads_a_server(place: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = FolderTarget("served")
+    with Follower("feed", threads=1) as led, control_server(Controlled(led, target)) as server:
+        assert run("follow", "feed", "--vllm", server.url, "--once") == 1
+        assert "asks for a token (401)" in refusal(capsys)
+        monkeypatch.setenv("DELTASYNC_TOKEN", TOKEN)
+        assert run("follow", "feed", "--vllm", server.url, "--once", "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["version"], found["from_version"]) == (2, None)
+        assert run("follow", "feed", "--vllm", server.url, "--once") == 0
+        assert capsys.readouterr().out == "version 2 is live already\n"
+        with process("follow", "feed", "--vllm", server.url, "--json", DELTASYNC_TOKEN=TOKEN) as started:
+            assert run("publish", "feed", "c3") == 0
+            assert line(started)["version"] == 3
+            started.send_signal(signal.SIGTERM)
+            assert started.wait(LONG_S) == 0
+        assert deltasync.state_digest("served") == deltasync.state_digest("c3")
+    target.close()
+
+
+# --- status -----------------------------------------------------------------------------------------------------------
+
+
+def beat(replica: str, version: int | None, *, age_s: int = 10, **facts: str) -> None:
+    Log(LocalStore("feed")).beat(Heartbeat(replica, version, int(time.time()) - age_s, facts))
+
+
+def status_json(capsys: Out) -> tuple[int, Any]:
+    code = run("status", "feed", "--json")
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_status_of_a_feed_without_replicas(place: Path, capsys: Out) -> None:
+    assert status_json(capsys) == (0, {"head": 2, "floor": 0, "replicas": []})
+    assert run("status", "feed") == 0
+    assert "version 2 is the newest; 0 live replicas, 0 silent" in capsys.readouterr().out
+    assert run("status", "nowhere") == 1
+    assert "there is no version" in refusal(capsys)
+
+
+def test_status(place: Path, capsys: Out) -> None:
+    digest = deltasync.state_digest("c1").hex
+    beat("new", None)
+    beat("b", 2, engine="folder")
+    beat("a", 1, engine="vllm 0.32", digest=digest, fetch_s="0.25", pause_s="0.0040", commit_s="soon", stage_s="nan")
+    beat("gone", 0, age_s=LIVE_S + 5, digest="00" * 16)
+    beat("ahead", 9, digest=digest)
+    code, found = status_json(capsys)
+    assert code == 0
+    assert (found["head"], found["floor"]) == (2, 0)
+    rows = {row["id"]: row for row in found["replicas"]}
+    assert list(rows) == ["new", "a", "b", "ahead", "gone"]
+    assert 10 <= rows["a"].pop("age_s") < LIVE_S
+    assert rows["a"] == {
+        "id": "a",
+        "version": 1,
+        "lag": 1,
+        "live": True,
+        "engine": "vllm 0.32",
+        "digest_equal": True,
+        "seconds": {"fetch": 0.25, "pause": 0.004},
+    }
+    assert [row["lag"] for row in rows.values()] == [None, 1, 0, 0, 2]
+    assert [row["live"] for row in rows.values()] == [True, True, True, True, False]
+    assert [row["digest_equal"] for row in rows.values()] == [None, True, None, None, False]
+    assert run("status", "feed") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "version 2 is the newest; 4 live replicas, 1 silent"
+    cells = {row[0]: row for row in ([cell.strip() for cell in text.split("│")[1:-1]] for text in lines) if row}
+    assert cells["a"][4:] == ["live", "equal", "vllm 0.32", "fetch 0.25, pause 0.004"]
+    assert cells["b"][4:] == ["live", "unknown", "folder", "-"]
+    assert cells["gone"][4:] == ["silent", "DIFFERENT", "-", "-"]
+    assert cells["new"][1:3] == ["-", "-"]
+
+
+def test_a_replica_with_other_bits_is_an_error(place: Path, capsys: Out) -> None:
+    beat("good", 2, digest=deltasync.state_digest("c2").hex)
+    beat("bad", 2, digest=deltasync.state_digest("c1").hex)
+    code = run("status", "feed")
+    out, err = capsys.readouterr()
+    assert code == 3
+    assert "DIFFERENT" in out
+    assert err.startswith("error: feed: 1 replicas do not have the digest of their version, such as 'bad'")
+    assert run("status", "feed", "--json") == 3
+    assert json.loads(capsys.readouterr().out)["replicas"][0]["digest_equal"] is False
+
+
+def test_status_of_a_real_replica(place: Path, capsys: Out) -> None:
+    target = FolderTarget("live")
+    with Follower("feed", replica="real", threads=1) as replica:
+        replica.advance(target)
+        code, found = status_json(capsys)
+    target.close()
+    assert code == 0
+    (row,) = found["replicas"]
+    assert (row["id"], row["version"], row["lag"], row["engine"], row["digest_equal"]) == ("real", 2, 0, "folder", True)
+    assert row["seconds"].keys() == PHASES
+
+
+def test_alarming_rows_are_red_on_a_terminal(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_table("t", ("a",), [("good",), ("bad",)], alarming=[1])
+    good, bad = (text for text in capsys.readouterr().out.splitlines() if "good" in text or "bad" in text)
+    assert "\x1b[31m" in bad
+    assert "\x1b[31m" not in good
+
+
+# --- serve ------------------------------------------------------------------------------------------------------------
+
+OURS = ("--weight-transfer-config", '{"backend": "deltasync"}')
+GIVEN = {"FEED": "s3://bucket/run", "TOKEN": "t"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "added"),
+    [
+        ([], OURS),
+        (["--model", "m"], OURS),
+        (list(OURS), ()),
+        ([f"{OURS[0]}={OURS[1]}"], ()),
+        (["--weight_transfer_config", OURS[1], "--port", "1"], ()),
+        (["--weight-transfer-config.backend", "deltasync"], ()),
+        (["--weight-transfer-config.backend=deltasync"], ()),
+    ],
+)
+def test_serve_adds_the_backend(arguments: list[str], added: tuple[str, ...]) -> None:
+    launch = prepare(arguments, GIVEN, environment={}, plugins=[])
+    assert launch.command == (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments, *added)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--weight-transfer-config", '{"backend": "nccl"}'], "'nccl'"),
+        (['--weight-transfer-config={"backend": "nccl"}'], "'nccl'"),
+        (["--weight-transfer-config.backend", "ipc"], "'ipc'"),
+        ([*OURS, "--weight-transfer-config.backend=ipc"], "'ipc'"),
+        (["--weight-transfer-config", "{}"], "names no backend"),
+        (["--weight-transfer-config", "nccl"], "names no backend"),
+        (["--weight-transfer-config"], "names no backend"),
+    ],
+)
+def test_serve_refuses_another_backend(arguments: list[str], told: str) -> None:
+    with pytest.raises(InvalidInputError, match=told) as caught:
+        prepare(arguments, GIVEN, environment={}, plugins=[])
+    assert caught.value.hint is not None
+
+
+@pytest.mark.parametrize(
+    ("before", "plugins", "allowed"),
+    [
+        (None, [], "deltasync"),
+        (None, ["deltasync"], "deltasync"),
+        (None, ["other", "deltasync", "lora", "other"], "deltasync,lora,other"),
+        ("", ["other"], "deltasync"),
+        ("other", ["third"], "other,deltasync"),
+        ("other,deltasync", [], "other,deltasync"),
+    ],
+)
+def test_serve_allows_the_plugin_and_forbids_no_other(before: str | None, plugins: list[str], allowed: str) -> None:
+    environment = {} if before is None else {"VLLM_PLUGINS": before}
+    assert prepare([], GIVEN, environment=environment, plugins=plugins).environment["VLLM_PLUGINS"] == allowed
+
+
+def test_the_environment_of_a_server() -> None:
+    before = {"PATH": "/bin", "DELTASYNC_WAY": "push", "DELTASYNC_PAUSE": "wait", "DELTASYNC_TOKEN": "old"}
+    given = {**GIVEN, "WAY": None, "PAUSE": "abort", "MIRROR": "m", "SCRUB_S": "60", "REPLICA": "r"}
+    assert prepare([], given, environment=before, plugins=[]).environment == {
+        "PATH": "/bin",
+        "VLLM_PLUGINS": "deltasync",
+        "DELTASYNC_FEED": "s3://bucket/run",
+        "DELTASYNC_TOKEN": "t",
+        "DELTASYNC_WAY": "push",
+        "DELTASYNC_PAUSE": "abort",
+        "DELTASYNC_MIRROR": "m",
+        "DELTASYNC_SCRUB_S": "60",
+        "DELTASYNC_REPLICA": "r",
+    }
+    assert before["DELTASYNC_TOKEN"] == "old"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--feed", "feed", "--scrub-s", "often"], "DELTASYNC_SCRUB_S is 'often'"),
+        (["--feed", "ftp://x"], "ftp:// is not a kind of store"),
+        (["--feed", "feed", "--token-file", "none"], "none"),
+        (["--feed", "feed", "--token-file", "empty"], "empty is empty"),
+        (["--feed", "feed"], "vLLM is not installed here (pip install 'deltasync[vllm]')"),
+    ],
+)
+def test_serve_refuses(
+    place: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (place / "empty").write_text("\n")
+    assert run("serve", *arguments) == 1
+    assert told in refusal(capsys)
+
+
+SERVER = """
+import json, os, sys
+print(json.dumps([os.getpid(), sys.argv[1:], {k: v for k, v in os.environ.items() if k.startswith("DELTASYNC_")}]))
+"""
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_serve_becomes_the_server(place: Path, has_token: bool) -> None:
+    """A package in vLLM's place says what it was started with."""
+    package = place / "path/vllm/entrypoints/openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(SERVER)
+    (place / "token").write_text("secret\n")
+    token = ["--token-file", "token"] if has_token else []
+    arguments = ["serve", "--feed", "feed", "--push", "--pause", "wait", *token, "--", "--model", "c0", "--port", "1"]
+    with process(*arguments, PYTHONPATH=str(place / "path")) as started:
+        pid, given, environment = line(started)
+        assert started.stderr is not None
+        told = started.stderr.read()
+        assert pid == started.pid
+        assert started.wait(LONG_S) == 0
+    assert given == ["--model", "c0", "--port", "1", *OURS]
+    assert environment.items() >= {"DELTASYNC_FEED": "feed", "DELTASYNC_WAY": "push", "DELTASYNC_PAUSE": "wait"}.items()
+    if has_token:
+        assert environment["DELTASYNC_TOKEN"] == "secret"
+        assert told == ""
+    else:
+        assert len(environment["DELTASYNC_TOKEN"]) >= 32
+        assert told == f"the control routes ask for the token {environment['DELTASYNC_TOKEN']}\n"

@@ -14,7 +14,7 @@ from deltasync.format.layout import TensorSpec
 from deltasync.format.weights import Bits, Region, Runs, Weights
 from deltasync.publishing import capture as module
 from deltasync.publishing.capture import capture, capture_each, collect, copy_each, copy_into
-from deltasync.publishing.rebase import by_tensor, overwrite_all
+from deltasync.publishing.rebase import overwrite_all, tensors_of
 
 Tensors = list[tuple[TensorSpec, Bits]]
 
@@ -85,7 +85,7 @@ PAIRS: dict[str, tuple[State, State]] = {
 @pytest.mark.parametrize(("old", "new"), PAIRS.values(), ids=PAIRS.keys())
 def test_every_way_finds_the_same(way: Callable[[Weights, Weights], list[Changes]], old: State, new: State) -> None:
     shadow, after = Weights.of(old), Weights.of(new)
-    found = by_tensor(shadow.layout, way(shadow, after))
+    found = dict(tensors_of(shadow.layout, way(shadow, after)))
     assert plain(found) == differences(shadow, after)
     target = Weights(shadow.layout, tuple(array.copy() for array in shadow.arrays))
     overwrite_all(target, found)
@@ -96,7 +96,7 @@ def test_bits_are_compared_and_not_numbers() -> None:
     """An unchanged NaN is no change; another NaN is one, and so is -0.0 for 0.0."""
     old = {"w": np.array([0x7FC00000, 0x7FC00000, 0, 0x7F800000], np.uint32).view(np.float32)}
     new = {"w": np.array([0x7FC00000, 0x7FC00001, 1 << 31, 0x7F800000], np.uint32).view(np.float32)}
-    found = by_tensor(Weights.of(old).layout, capture(Weights.of(old), Weights.of(new)))
+    found = dict(tensors_of(Weights.of(old).layout, capture(Weights.of(old), Weights.of(new))))
     assert plain(found) == {"w": ([1, 2], [0x7FC00001, 1 << 31])}
 
 
@@ -107,7 +107,7 @@ def test_a_capture_is_a_copy() -> None:
     each = capture(shadow, Weights.of(new)), capture_each(shadow, one_by_one(Weights.of(new)))
     for array in Weights.of(new).arrays:
         array[:] = 0
-    assert [plain(by_tensor(shadow.layout, found)) for found in each] == [expected, expected]
+    assert [plain(dict(tensors_of(shadow.layout, found))) for found in each] == [expected, expected]
 
 
 @pytest.mark.usefixtures("_sizes")

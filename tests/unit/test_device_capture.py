@@ -10,7 +10,7 @@ from feeds import paper
 from deltasync.errors import InvalidInputError
 from deltasync.format.manifest import Manifest
 from deltasync.publishing.capture import capture, copy_into
-from deltasync.publishing.rebase import by_tensor
+from deltasync.publishing.rebase import tensors_of
 from deltasync.publishing.shadow import Shadow
 from deltasync.replay import zeros
 from deltasync.trainer import device
@@ -52,7 +52,7 @@ def shadow_of(tensors: Tensors, cast: torch.dtype | None) -> Shadow:
 
 
 def plain(found: list[object], shadow: Shadow) -> dict[str, tuple[list[int], list[int]]]:
-    changed = by_tensor(shadow.weights.layout, found)  # type: ignore[arg-type]
+    changed = dict(tensors_of(shadow.weights.layout, found))  # type: ignore[arg-type]
     return {name: (indices.tolist(), values.tolist()) for name, (indices, values) in changed.items()}
 
 
@@ -84,8 +84,8 @@ def test_follows_the_shadow(place: Place) -> None:
         assert plain(found, shadow) == plain(capture(shadow.weights, TorchWeights(new)), shadow)
         # Every second one is not committed: then the next is captured against the same shadow.
         if number % 2:
-            shadow.advance(by_tensor(shadow.weights.layout, found), HEAD)
-            back = by_tensor(shadow.weights.layout, capture(shadow.weights, TorchWeights(states[2])))
+            shadow.advance(dict(tensors_of(shadow.weights.layout, found)), HEAD)
+            back = dict(tensors_of(shadow.weights.layout, capture(shadow.weights, TorchWeights(states[2]))))
             shadow.advance(back, HEAD)
 
 

@@ -15,7 +15,7 @@ from deltasync.format.dtypes import DTYPES
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Weights
 from deltasync.publishing import rebase as module
-from deltasync.publishing.rebase import bits_at, by_tensor, overwrite_all, rebase
+from deltasync.publishing.rebase import bits_at, overwrite_all, rebase, tensors_of
 
 SHAPES = {"a": ("BF16", (7, 9)), "b": ("F32", (5,)), "c": ("BF16", (130,)), "none": ("BF16", (0, 3)), "z": ("I64", ())}
 LAYOUT = Layout.of(TensorSpec(name, DTYPES[dtype], shape) for name, (dtype, shape) in SHAPES.items())
@@ -119,13 +119,13 @@ def test_rebase_by_hand(old: list[int], sent: list[int], pending: list[int]) -> 
 
 @relaxed
 @given(states, st.integers(1, 200))
-def test_by_tensor_finds_what_the_plain_way_finds(drawn: tuple[int, int], elements: int) -> None:
+def test_tensors_of_finds_what_the_plain_way_finds(drawn: tuple[int, int], elements: int) -> None:
     """Pieces cut anywhere: tensors lie across their borders, and several in one piece."""
     seed, values = drawn
     rng = np.random.default_rng(seed)
     old, new = weights(rng, values), weights(rng, values)
     captured = [changes for piece in stretches(LAYOUT, elements=elements) for changes in detect(old, new, piece)]
-    found = by_tensor(LAYOUT, captured)
+    found = dict(tensors_of(LAYOUT, captured))
     assert plain(found) == plain(differences(old, new))
     check_changed(LAYOUT, found)
 
@@ -142,5 +142,5 @@ def test_indices_beyond_four_bytes() -> None:
     far = (1 << 32) + 5
     runs = np.array([[0, 0, 10], [1, far, 20]], np.int64)
     changes = Changes(runs, np.array([3, 10, 29], np.uint32), np.array([1, 2, 3], np.uint8))
-    found = by_tensor(layout, [changes])
+    found = dict(tensors_of(layout, [changes]))
     assert plain(found) == {"a": ([3], [1]), "b": ([far, far + 19], [2, 3])}

@@ -12,7 +12,7 @@ from deltasync.errors import InvalidInputError
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Weights
 from deltasync.publishing.capture import capture, copy_into
-from deltasync.publishing.rebase import by_tensor
+from deltasync.publishing.rebase import tensors_of
 from deltasync.publishing.shadow import Shadow, shadow_weights
 
 HEAD: Manifest = paper("anchor", 3)
@@ -30,7 +30,7 @@ def test_advance_gives_the_bits_that_it_replaced(is_mapped: bool, tmp_path: Path
     shadow = Shadow(weights, None)
     told: list[object] = []
     shadow.followers.append(told.append)
-    found = by_tensor(old.layout, capture(weights, new))
+    found = dict(tensors_of(old.layout, capture(weights, new)))
     before = shadow.advance(found, HEAD)
     assert equal(weights, new)
     assert shadow.head is HEAD

@@ -42,7 +42,7 @@ from deltasync.publishing.anchoring import Anchoring
 from deltasync.publishing.capture import capture
 from deltasync.publishing.making import Maker, Part
 from deltasync.publishing.policy import NEVER
-from deltasync.publishing.rebase import by_tensor
+from deltasync.publishing.rebase import tensors_of
 from deltasync.publishing.shadow import Shadow
 from deltasync.restore import restore
 from deltasync.shards import Box, Shards, ShardWeights, Spans, chunk, cut, joined
@@ -322,7 +322,8 @@ def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Pat
         shadow.advance({}, made.manifest)
         for step, whole in enumerate(wholes[1:], 1):
             manifests.extend([made.manifest] * (rank == 0))
-            captured = by_tensor(shards.local, capture(plain, Weights(shards.local, shard_of(whole, shards).arrays)))
+            found = capture(plain, Weights(shards.local, shard_of(whole, shards).arrays))
+            captured = dict(tensors_of(shards.local, found))
             made = maker.delta(captured, step=step)
             with shadow.lock:
                 anchoring.note(shadow.advance(captured, made.manifest))

@@ -13,7 +13,7 @@ from deltasync.format.dtypes import DTYPES
 from deltasync.format.weights import Weights
 from deltasync.publishing import capture as capturing
 from deltasync.publishing.capture import capture, copy_into
-from deltasync.publishing.rebase import by_tensor
+from deltasync.publishing.rebase import tensors_of
 from deltasync.replay import zeros
 from deltasync.trainer import tensors as module
 from deltasync.trainer.names import named_tensors, unwrapped
@@ -73,7 +73,7 @@ def test_every_type_and_stride(dtype: torch.dtype, view: Callable[[torch.Tensor]
     old, new = (view(random_bits((6, 5, 4), dtype, seed)) for seed in (0, 1))
     shadow = filled(TorchWeights({"a": old}))
     assert shadow.arrays[0].tobytes() == raw_bytes(old)
-    found = by_tensor(shadow.layout, capture(shadow, TorchWeights({"a": new})))
+    found = dict(tensors_of(shadow.layout, capture(shadow, TorchWeights({"a": new}))))
     a, b = (np.frombuffer(raw_bytes(t), shadow.arrays[0].dtype) for t in (old, new))
     at = np.flatnonzero(a != b)
     indices, values = found.get("a", (np.empty(0, int), np.empty(0, int)))
@@ -130,7 +130,7 @@ def test_rounds_as_torch_does(chunk: int, monkeypatch: pytest.MonkeyPatch) -> No
     shadow = filled(source)
     assert capture(shadow, source) == []
     shadow.arrays[0][::1000] ^= 1
-    found = by_tensor(shadow.layout, capture(shadow, source))
+    found = dict(tensors_of(shadow.layout, capture(shadow, source)))
     assert found["w"][0].tolist() == list(range(0, len(bits), 1000))
     assert np.array_equal(found["w"][1], bits[::1000])
 
@@ -149,7 +149,7 @@ def test_the_kernel_rounds_as_torch_does(is_uniform: bool, monkeypatch: pytest.M
     by_torch = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     expected = filled(TorchWeights(by_torch))
     shadow = Weights(expected.layout, tuple(~array for array in expected.arrays))
-    found = by_tensor(shadow.layout, capture(shadow, source))
+    found = dict(tensors_of(shadow.layout, capture(shadow, source)))
     for spec, bits in zip(expected.layout.tensors, expected.arrays, strict=True):
         assert np.array_equal(found[spec.name][1], bits), spec
     assert capture(expected, source) == []

@@ -18,13 +18,10 @@ _WINDOW = 1 << 18
 """Changes that are rebased at a time: what is needed on the way stays small."""
 
 
-def by_tensor(layout: Layout, captured: Iterable[Changes]) -> Changed:
-    """Captured changes as ascending indices and bits of each tensor."""
-    return dict(tensors_of(layout, captured))
-
-
 def tensors_of(layout: Layout, captured: Iterable[Changes], *, in_place: bool = False) -> Iterator[tuple[str, Part]]:
-    """The same one by one, by their names. Captures come in the order of the layout, at least those of one type.
+    """Captured changes as ascending indices and bits of each tensor, by its name.
+
+    Captures come in the order of the layout, at least those of one type.
 
     `in_place`: the captures are used up. A tensor that lies in one of them keeps that memory: hardly more is needed.
     """

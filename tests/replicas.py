@@ -6,8 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from feeds import Feed
+from helpers import changed, state
 
+from deltasync import retrying
+from deltasync.following import loop
 from deltasync.following.events import Advance
 from deltasync.following.follower import Follower
 from deltasync.following.target import Staged, Target
@@ -102,3 +107,43 @@ def following(replica: Follower, target: Target) -> Iterator[list[BaseException]
         replica.stop()
         thread.join(LONG_S)
         assert not thread.is_alive(), "it does not stop"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits long between two attempts."""
+    monkeypatch.setattr(retrying, "_BACKOFF_FIRST_S", 0.001)
+    monkeypatch.setattr(retrying, "_BACKOFF_MOST_S", 0.002)
+    for name in ("_POLL_FIRST_S", "_POLL_MOST_S", "_OUTAGE_MOST_S"):
+        monkeypatch.setattr(loop, name, 0.002)
+
+
+def target_for(feed: Feed) -> TorchTarget:
+    return TorchTarget(feed.states[0].layout)
+
+
+def small_step(feed: Feed) -> Weights:
+    """The newest state with a few elements changed."""
+    old = feed.states[-1]
+    tensors = {t.name: a for t, a in zip(old.layout.tensors, old.arrays, strict=True)}
+    arrays = changed(tensors, seed=len(feed.states), share=0.002)
+    return Weights(old.layout, tuple(arrays[t.name] for t in old.layout.tensors))
+
+
+def long_feed(versions: int, store: Any = None) -> Feed:
+    """An anchor and small deltas."""
+    feed = Feed(store)
+    feed.anchor(state())
+    for _ in range(versions - 1):
+        feed.delta(small_step(feed))
+    return feed
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Polls, as what it waits for tells nobody."""
+    done = threading.Event()
+    for _ in range(int(LONG_S / 0.005)):
+        if is_so():
+            return
+        done.wait(0.005)
+    pytest.fail("it never came true")

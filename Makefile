@@ -11,7 +11,7 @@ FUZZ_SECONDS ?= 60
 .PHONY: demo test test-e2e lint install bench bench-codec bench-store bench-publish bench-replica fuzz format clean
 
 demo: install
-	$(BIN)/python examples/feed.py
+	$(BIN)/deltasync demo
 
 test: install
 	$(BIN)/python -m pytest -n 2 -m "not e2e"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from deltasync import __version__
 from deltasync.cli import (
     apply,
+    demo,
     diff,
     digest,
     follow,
@@ -34,7 +35,7 @@ EXIT_CONFLICT = 4
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-_COMMANDS = (publish, log, show, verify, restore, prune, follow, status, serve, diff, apply, inspect, digest)
+_COMMANDS = (demo, publish, log, show, verify, restore, prune, follow, status, serve, diff, apply, inspect, digest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

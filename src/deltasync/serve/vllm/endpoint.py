@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import shutil
+import sys
 import threading
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +24,7 @@ from deltasync.serve.vllm.settings import Settings, memory_folder
 from deltasync.serve.vllm.target import VllmTarget
 
 _log = logging.getLogger(__name__)
+_NICE = 10
 
 
 class Endpoint:
@@ -117,6 +120,9 @@ class Following:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _run(self) -> None:
+        if sys.platform == "linux":
+            # Of this thread and those that it starts: where cores are few, generation goes before decoding.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             self.follower.follow(self.target)
         except DeltasyncError as error:

@@ -4,29 +4,16 @@ import logging
 from collections.abc import Iterator
 
 from deltasync.retrying import Retry
-from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store
+from deltasync.store.passing import PassingStore
+from deltasync.store.protocol import ObjectInfo, Store
 
 
-class PatientStore:
+class PatientStore(PassingStore):
     """Reads are tried again for `limit_s` each; writes are passed on as they are."""
 
     def __init__(self, store: Store, *, limit_s: float) -> None:
-        self._store = store
+        super().__init__(store)
         self._limit_s = limit_s
-
-    @property
-    def url(self) -> str:
-        return self._store.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._store.capabilities
-
-    def put(self, key: str, data: Data) -> None:
-        self._store.put(key, data)
-
-    def create(self, key: str, data: Data) -> bool:
-        return self._store.create(key, data)
 
     def get(self, key: str) -> bytes:
         return self._retry()(lambda: self._store.get(key))
@@ -37,12 +24,6 @@ class PatientStore:
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
         # All of it at once: a listing that breaks off is begun again.
         return iter(self._retry()(lambda: [*self._store.list(prefix, after=after)]))
-
-    def delete(self, key: str) -> None:
-        self._store.delete(key)
-
-    def close(self) -> None:
-        self._store.close()
 
     def _retry(self) -> Retry:
         # Whoever waits for this tells once that the store is away, and not for every read.

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from deltasync.errors import StoreError
-from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store
+from deltasync.store.passing import PassingStore
+from deltasync.store.protocol import Data, ObjectInfo, Store
 
 Verb = Literal["put", "create", "get", "get_range", "list", "delete"]
 Kind = Literal["refuse", "cut", "lose", "delay", "flip", "crash_before", "crash_after"]
@@ -74,24 +75,16 @@ def at_random(rate: float, faults: Sequence[Fault], *, seed: int) -> Plan:
     return plan
 
 
-class FaultyStore:
+class FaultyStore(PassingStore):
     """Any store, with the faults of a plan. `operations` has all calls so far; `close` is none."""
 
     def __init__(self, store: Store, plan: Plan = never, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        super().__init__(store)
         self.operations: list[Operation] = []
-        self._store = store
         self._plan = plan
         self._sleep = sleep
         self._lock = threading.Lock()
         self._is_dead = False
-
-    @property
-    def url(self) -> str:
-        return self._store.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._store.capabilities
 
     def put(self, key: str, data: Data) -> None:
         self._do("put", key, lambda: self._store.put(key, data))
@@ -111,9 +104,6 @@ class FaultyStore:
 
     def delete(self, key: str) -> None:
         self._do("delete", key, lambda: self._store.delete(key))
-
-    def close(self) -> None:
-        self._store.close()
 
     def _do(
         self, verb: Verb, key: str, act: Callable[[], _T], *, damage: Callable[[_T, Operation], _T] | None = None

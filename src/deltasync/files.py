@@ -48,10 +48,11 @@ def temporary_beside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Only one at a time, of all processes of this machine, works on `path`; InvalidInputError if it is taken.
+def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Only one at a time, of all processes of this machine, works on `path`.
 
-    The lock is a file beside it, which stays. It is given back at the end of the block, also by a process that dies.
+    InvalidInputError if it is taken, unless it is to be waited for. The lock is a file beside it, which stays. It is
+    given back at the end of the block, also by a process that dies.
     """
     if sys.platform == "win32":
         yield
@@ -62,7 +63,7 @@ def locked(path: Path) -> Iterator[None]:
         raise InvalidInputError(f"{path.parent} is not a folder", hint="create it, or choose another place")
     with path.with_name(f"{path.name}.lock").open("wb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InvalidInputError(
                 f"{path} is used by another process, or twice in this one", hint="stop it, or choose another path"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deltasync.errors import InvalidInputError
-from deltasync.serve.vllm.settings import Settings, memory_folder
+from deltasync.serve.vllm.settings import Settings
 
 FEED = {"DELTASYNC_FEED": "s3://bucket/run"}
 GOOD: dict[str, tuple[dict[str, str], Settings]] = {
@@ -63,15 +63,3 @@ def test_bad_ones_name_the_variable(environment: dict[str, str], told: str) -> N
 def test_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTASYNC_FEED", "folder")
     assert Settings.from_environment().feed == "folder"
-
-
-def test_folders_in_memory_are_new_ones() -> None:
-    one, two = memory_folder(), memory_folder()
-    try:
-        assert one != two
-        assert [one.is_dir(), two.is_dir()] == [True, True]
-        # Nobody else may look at weights, or write what a server is to become.
-        assert one.stat().st_mode & 0o077 == 0
-    finally:
-        one.rmdir()
-        two.rmdir()

@@ -3,12 +3,11 @@
 import asyncio
 import logging
 import os
-import shutil
 import sys
 import threading
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,9 +17,10 @@ from deltasync.errors import DeltasyncError
 from deltasync.following.follower import Follower
 from deltasync.serve import metrics
 from deltasync.serve.vllm.labels import Labelling, Labels, note_versions
+from deltasync.serve.vllm.memory import memory_folder
 from deltasync.serve.vllm.routes import Guard, add_routes
 from deltasync.serve.vllm.server import ServerEngine
-from deltasync.serve.vllm.settings import Settings, memory_folder
+from deltasync.serve.vllm.settings import Settings
 from deltasync.serve.vllm.target import VllmTarget
 
 _log = logging.getLogger(__name__)
@@ -86,11 +86,12 @@ class Following:
 
     def __init__(self, settings: Settings, engine: ServerEngine) -> None:
         self._settings = settings
-        self._folder = memory_folder()
-        self.target = VllmTarget(engine, folder=self._folder)
+        self._memory = ExitStack()
+        folder = self._memory.enter_context(memory_folder())
+        self.target = VllmTarget(engine, folder=folder)
         self.follower = Follower(
             settings.feed,
-            mirror=self._folder / "mirror.safetensors" if settings.mirror is None else settings.mirror,
+            mirror=folder / "mirror.safetensors" if settings.mirror is None else settings.mirror,
             base=settings.base,
             replica=settings.replica,
             scrub_s=settings.scrub_s,
@@ -117,7 +118,7 @@ class Following:
         self.follower.close()
         if self._thread.is_alive():
             self._thread.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._memory.close()
 
     def _run(self) -> None:
         if sys.platform == "linux":

@@ -4,7 +4,7 @@ A server follows its feed by `endpoint`, which calls `runtime` through a collect
 own protocol, for whoever drives an engine without our routes, such as `LLM.update_weights`.
 """
 
-import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deltasync.following.follower import Follower
+from deltasync.serve.vllm.memory import memory_folder
 from deltasync.serve.vllm.runtime import RuntimeWeights
-from deltasync.serve.vllm.settings import Settings, memory_folder
+from deltasync.serve.vllm.settings import Settings
 from deltasync.serve.vllm.target import VllmTarget
 
 
@@ -86,18 +87,17 @@ class _Following:
     """What one worker follows by itself, with a mirror in shared memory."""
 
     def __init__(self, settings: Settings, engine: "_OwnWorker") -> None:
-        self._folder = memory_folder()
-        self._target = VllmTarget(engine, folder=self._folder, is_whole=False)
-        self._follower = Follower(
-            settings.feed, mirror=self._folder / "mirror.safetensors", base=settings.base, beat_s=None
-        )
+        self._memory = ExitStack()
+        folder = self._memory.enter_context(memory_folder())
+        self._target = VllmTarget(engine, folder=folder, is_whole=False)
+        self._follower = Follower(settings.feed, mirror=folder / "mirror.safetensors", base=settings.base, beat_s=None)
 
     def advance(self, version: int | None) -> None:
         self._follower.advance(self._target, to=version)
 
     def close(self) -> None:
         self._follower.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._memory.close()
 
 
 class _OwnWorker:

@@ -1,7 +1,6 @@
 """How a server follows, from its environment: vLLM's own flags have no room for it."""
 
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,9 +81,3 @@ def _seconds(name: str, value: str) -> float | None:
 
 def _wrong(name: str, value: str, wanted: str) -> InvalidInputError:
     return InvalidInputError(f"{_PREFIX}{name.upper()} is {value!r:.80}", hint=f"set it to {wanted}")
-
-
-def memory_folder() -> Path:
-    """A new folder for what workers map, in shared memory where there is such a thing."""
-    shared = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="deltasync-", dir=shared if shared.is_dir() else None))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from deltasync.checkpoint import open_checkpoint
 from deltasync.log.log import Log
@@ -31,20 +32,12 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
-def train(feeds: Path, *, ranks: int, steps: int, width: int, rate: float, first_step: int = 0) -> None:
-    """Run the trainer until it ends."""
-    options = {"nproc-per-node": ranks, "standalone": None}
-    script = {
-        "feed": feeds / "sharded",
-        "reference": feeds / "reference",
-        "steps": steps,
-        "width": width,
-        "rate": rate,
-        "first-step": first_step,
-    }
+def torchrun(script: str, ranks: int, **options: Any) -> None:
+    """Run a script of this folder on some ranks until it ends."""
+    launch = {"nproc-per-node": ranks, "standalone": None}
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *flags(options), HERE / "sharded_trainer.py", *flags(script)],
-        env=environment(),
+        [sys.executable, "-m", "torch.distributed.run", *flags(launch), HERE / script, *flags(options)],
+        env=environment(PYTHONPATH=str(HERE.parent)),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -54,8 +47,14 @@ def train(feeds: Path, *, ranks: int, steps: int, width: int, rate: float, first
     assert done.returncode == 0, done.stdout
 
 
+def train(feeds: Path, *, ranks: int, **options: Any) -> None:
+    """Run the trainer."""
+    torchrun("sharded_trainer.py", ranks, feed=feeds / "sharded", reference=feeds / "reference", **options)
+
+
 def flags(options: dict[str, Any]) -> list[str]:
-    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
+    named = {name.replace("_", "-"): value for name, value in options.items()}
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in named.items()]
 
 
 def compare(feeds: Path, folder: Path, versions: int) -> tuple[int, int]:
@@ -96,6 +95,17 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     train(tmp_path, ranks=4, steps=2, width=64, rate=1e-3, first_step=1)
     train(tmp_path, ranks=1, steps=2, width=64, rate=1e-3, first_step=3)
     compare(tmp_path, tmp_path, 7)
+
+
+def test_the_callback_of_transformers_under_fsdp2(tmp_path: Path) -> None:
+    feed, reference = tmp_path / "sharded", tmp_path / "reference"
+    torchrun("sharded_callback.py", 2, feed=feed, reference=reference, steps=4)
+    compare(tmp_path, tmp_path, 4)
+    assert len(Log(LocalStore(feed)).read(2).payloads) == 2
+    # What was restored is a checkpoint, tied head and all.
+    assert "Qwen3ForCausalLM" in (tmp_path / "sharded-3" / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded-3")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
 # Ranks without torchrun, which would end the others as soon as one is gone.

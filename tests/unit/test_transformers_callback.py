@@ -345,19 +345,29 @@ def test_what_cannot_be_published_is_refused(tmp_path: Path, model: Callable[[],
     assert steps(store) == []
 
 
-def test_sharded_weights_are_refused_in_every_process() -> None:
+def test_shards_that_are_not_tensors_of_the_checkpoint_are_refused_in_every_process() -> None:
     group = torch.distributed
     group.init_process_group("gloo", store=group.HashStore(), rank=0, world_size=1)
     try:
-        model = llama()
-        weight = distribute_tensor(model.lm_head.weight.data, DeviceMesh("cpu", [0]), [Replicate()])
-        model.lm_head.weight = torch.nn.Parameter(weight)
+        model = with_adapter(LoraConfig(target_modules=["q_proj"]))
+        weight = model.base_model.model.lm_head.weight.data
+        shard = distribute_tensor(weight, DeviceMesh("cpu", [0]), [Replicate()])
+        model.base_model.model.lm_head.weight = torch.nn.Parameter(shard)
         for is_main in (True, False):
             state = TrainerState(is_world_process_zero=is_main)
-            with pytest.raises(InvalidInputError, match="sharded over processes"):
-                DeltaSyncCallback(MemoryStore()).on_train_begin(None, state, TrainerControl(), model=model)
+            with pytest.raises(InvalidInputError, match="have to be computed from shards"):
+                DeltaSyncCallback(MemoryStore(), what="merged").on_train_begin(
+                    None, state, TrainerControl(), model=model
+                )
     finally:
         group.destroy_process_group()
+
+
+def test_shards_of_deepspeed_are_refused() -> None:
+    model = llama()
+    model.lm_head.weight.ds_id = 3
+    with pytest.raises(InvalidInputError, match=r"DeepSpeed \(lm_head.weight\)"):
+        DeltaSyncCallback(MemoryStore()).on_train_begin(None, TrainerState(), TrainerControl(), model=model)
 
 
 @pytest.mark.parametrize(

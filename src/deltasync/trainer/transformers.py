@@ -21,20 +21,24 @@ from transformers.core_model_loading import revert_weight_conversion
 from deltasync.errors import DeltasyncError, InvalidInputError
 from deltasync.publishing.events import Publication
 from deltasync.store.protocol import Store
+from deltasync.trainer.base import TorchPublisher
 from deltasync.trainer.names import NamedTensors, TorchState, named_tensors, unwrapped
 from deltasync.trainer.publisher import Publisher
+from deltasync.trainer.sharded import ShardedPublisher
 
 What = Literal["model", "adapter", "merged"]
 Source = Callable[[], TorchState | NamedTensors]
+Send = Callable[[int], Publication]
+"""Publishes what the weights are at this step."""
 
 
 class DeltaSyncCallback(TrainerCallback):
     """Publishes the initial weights, those after every `every_steps` optimizer steps, and the last ones.
 
-    Only the main process publishes. `what` says which weights: "model"; of a model with PEFT adapters the "adapter"
-    alone, or "merged", the base model's weights with the adapter merged in, while training goes on unmerged.
-    `files` go beside the weights, on top of the configuration and the tokenizer. Further options are those of
-    `Publisher`.
+    Only the main process publishes; under FSDP2 every process publishes its shard. `what` says which weights: "model";
+    of a model with PEFT adapters the "adapter" alone, or "merged", the base model's weights with the adapter merged in,
+    while training goes on unmerged. `files` go beside the weights, on top of the configuration and the tokenizer.
+    Further options are those of `Publisher`, under FSDP2 those that `ShardedPublisher` has, too.
 
     A publication that fails for good is logged, and the next one carries what it did not; if the last one fails, the
     end of training raises its error. Training that fails does not tell its callbacks: leave the `with` block, or call
@@ -59,8 +63,8 @@ class DeltaSyncCallback(TrainerCallback):
         self._every_steps = every_steps
         self._files: Mapping[str, bytes] = {} if files is None else files
         self._options = options
-        self._publisher: Publisher | None = None
-        self._source: Source | None = None
+        self._publisher: TorchPublisher | None = None
+        self._send: Send | None = None
         self._last: Publication | None = None
 
     @property
@@ -74,12 +78,18 @@ class DeltaSyncCallback(TrainerCallback):
         """Publish the weights that training starts from."""
         self.close()
         module = unwrapped(kwargs["model"])
-        _require_whole(module)
-        if not state.is_world_process_zero:
+        is_sharded = _is_sharded(module)
+        if not is_sharded and not state.is_world_process_zero:
             return
-        self._source, files = _source_of(module, self._what, self._options.get("dtype"))
+        source, files = _source_of(module, self._what, self._options.get("dtype"))
         files = {**files, **saved_files(kwargs.get("processing_class")), **self._files}
-        self._publisher = Publisher(self._store, files=files, **self._options)
+        if is_sharded:
+            _require_own_names(module, self._what)
+            sharded = ShardedPublisher(self._store, files=files, **self._options)
+            self._publisher, self._send = sharded, lambda step: sharded.publish(module, step=step)
+        else:
+            whole = Publisher(self._store, files=files, **self._options)
+            self._publisher, self._send = whole, lambda step: whole.publish(source(), step=step)
         self._publish(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -99,7 +109,7 @@ class DeltaSyncCallback(TrainerCallback):
 
     def close(self) -> None:
         """Finish what is in flight and give back the feed. Safe to call at any time, and twice."""
-        publisher, self._publisher, self._source = self._publisher, None, None
+        publisher, self._publisher, self._send = self._publisher, None, None
         if publisher is not None:
             publisher.close()
 
@@ -112,10 +122,10 @@ class DeltaSyncCallback(TrainerCallback):
         self.close()
 
     def _publish(self, state: TrainerState) -> None:
-        if self._publisher is None or self._source is None:
+        if self._send is None:
             return
         try:
-            self._last = self._publisher.publish(self._source(), step=state.global_step)
+            self._last = self._send(state.global_step)
         except DeltasyncError:
             self.close()
             raise
@@ -186,11 +196,22 @@ def _is_converted(module: torch.nn.Module) -> bool:
     return bool(revert_weight_conversion(module, dict(names)).keys() != names.keys())
 
 
-def _require_whole(module: torch.nn.Module) -> None:
-    """InvalidInputError, in every process, if processes hold only parts of the weights."""
-    parts = [name for name, p in module.named_parameters() if isinstance(p, DTensor) or hasattr(p, "ds_id")]
-    if parts or any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+def _is_sharded(module: torch.nn.Module) -> bool:
+    """Whether processes hold parts of the weights that torch can place; InvalidInputError for those that it cannot."""
+    if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+        raise InvalidInputError("the weights are sharded by FSDP1", hint="use FSDP2: fsdp_version=2")
+    by_deepspeed = [name for name, p in module.named_parameters() if hasattr(p, "ds_id")]
+    if by_deepspeed:
         raise InvalidInputError(
-            f"the weights are sharded over processes ({parts[0] if parts else 'FullyShardedDataParallel'})",
-            hint="publish FSDP2 models with deltasync.trainer.sharded.ShardedPublisher, from a callback of your own",
+            f"the weights are sharded by DeepSpeed ({by_deepspeed[0]})", hint="use FSDP2, or ZeRO up to stage 2"
+        )
+    return any(isinstance(p, DTensor) for p in module.parameters())
+
+
+def _require_own_names(module: torch.nn.Module, what: What) -> None:
+    """InvalidInputError if the tensors to publish are made of shards, instead of being them."""
+    if what != "model" or _is_converted(module):
+        raise InvalidInputError(
+            f"{what!r} weights of {type(module).__name__} have to be computed from shards, which is not supported",
+            hint="train without FSDP, or publish with deltasync.trainer.sharded.ShardedPublisher what each rank has",
         )

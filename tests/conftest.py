@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from deltasync import retrying
 from deltasync.kernels.dispatch import VARIABLE, available, kernels
 
 
@@ -14,3 +15,10 @@ def every_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     kernels.cache_clear()
     yield request.param
     kernels.cache_clear()
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing store is asked again at once."""
+    monkeypatch.setattr(retrying, "_BACKOFF_FIRST_S", 0.001)
+    monkeypatch.setattr(retrying, "_BACKOFF_MOST_S", 0.002)

@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from helpers import changed, sha256, state
 
 from deltasync import blocks
 from deltasync.anchors import put_anchor
 from deltasync.codecs import exp
 from deltasync.detect import detect
+from deltasync.errors import DeltasyncError
 from deltasync.format import keys
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef
@@ -18,6 +20,7 @@ from deltasync.format.payload import Block, PayloadHeader, write_payload
 from deltasync.format.weights import Weights
 from deltasync.log.log import Log, manifest_key
 from deltasync.log.writer import Writer
+from deltasync.replay import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store
 
@@ -232,3 +235,16 @@ def flip(store: Store, key: str, at: int = -1) -> None:
     data = bytearray(store.get(key))
     data[at] ^= 1
     store.put(key, data)
+
+
+def restored(feed: Feed, version: int | None = None, **options: Any) -> Weights:
+    """A version, or the head, from the store alone."""
+    target = feed.log.require_head() if version is None else feed.log.read(version)
+    return load(feed.log, target, **options)
+
+
+def refused(feed: Feed, manifest: Manifest, **options: Any) -> DeltasyncError:
+    """The error that a version is refused with."""
+    with pytest.raises(DeltasyncError) as caught:
+        load(feed.log, manifest, **options)
+    return caught.value

@@ -1,4 +1,4 @@
-"""The transfer called as TRL calls it; examples/trl_transfer.py runs it inside TRL's trainer."""
+"""The transfer called as TRL calls it; examples/trl_wordle runs it inside TRL's trainer."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -26,12 +26,18 @@ GIVE_UP_S = 30
 
 
 class WatchedStore(MemoryStore):
-    """Calls `on_look` whenever somebody is about to read heartbeats; `is_full` takes no version but the first."""
+    """Calls `on_look` whenever somebody is about to read heartbeats; `is_full` takes no version but the first.
+
+    Nothing is committed while `may_commit` is not set.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.on_look: Callable[[], None] = lambda: None
         self.is_full = False
+        self.has_refused = threading.Event()
+        self.may_commit = threading.Event()
+        self.may_commit.set()
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
         if prefix == keys.REPLICAS:
@@ -39,7 +45,10 @@ class WatchedStore(MemoryStore):
         return super().list(prefix, after=after)
 
     def create(self, key: str, data: Data) -> bool:
+        if keys.parse_version_key(key) is not None:
+            assert self.may_commit.wait(GIVE_UP_S)
         if self.is_full and keys.parse_version_key(key) not in (None, 0):
+            self.has_refused.set()
             raise StoreError("the disk is full", transient=False)
         return super().create(key, data)
 
@@ -127,7 +136,7 @@ def quick_labels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("waited")
 def test_every_sync_is_a_version_with_the_weights_and_the_step(store: WatchedStore) -> None:
-    transfer = DeltaSyncTransfer(store)
+    transfer = DeltaSyncTransfer(store, wait=True)
     trainer = Trainer(transfer)
     transfer.attach(trainer)
     states = []
@@ -141,16 +150,30 @@ def test_every_sync_is_a_version_with_the_weights_and_the_step(store: WatchedSto
         found, expected = load(log, log.read(version)), TorchWeights(state)
         assert found.layout == expected.layout
         for ordinal, spec in enumerate(found.layout.tensors):
-            bits = state[spec.name].reshape(-1).view(torch.int16).numpy().view("u2")
-            assert (found.arrays[ordinal] == bits).all()
+            assert (found.arrays[ordinal] == bits_of(state[spec.name])).all()
 
 
-@pytest.mark.parametrize(("max_lag", "expected"), [(0, [0, 1, 2, 3]), (1, [0, 1, 2]), (3, [0]), (4, [])])
-@pytest.mark.parametrize("replicas", [0, 2])
-def test_each_sync_waits_for_the_one_max_lag_before(
-    store: WatchedStore, waited: list[tuple[int, int]], max_lag: int, expected: list[int], replicas: int
+def bits_of(tensor: torch.Tensor) -> Any:
+    return tensor.detach().reshape(-1).view(torch.int16).numpy().view("u2")
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "replicas", "expected"),
+    [
+        (0, 0, [0, 1, 2, 3]),
+        (1, 0, [0, 1, 2]),
+        (3, 0, [0]),
+        (4, 0, []),
+        (0, 2, [0, 1, 2, 3]),
+        (1, 2, [0, 0, 1, 2]),
+        (3, 2, [0, 0]),
+        (4, 2, [0]),
+    ],
+)
+def test_each_sync_waits_for_the_one_max_lag_before_and_the_first_for_replicas(
+    store: WatchedStore, waited: list[tuple[int, int]], max_lag: int, replicas: int, expected: list[int]
 ) -> None:
-    transfer = DeltaSyncTransfer(store, max_lag=max_lag, require_replicas=replicas)
+    transfer = DeltaSyncTransfer(store, max_lag=max_lag, require_replicas=replicas, wait=True)
     trainer = Trainer(transfer)
     for _ in range(4):
         trainer.step()
@@ -159,11 +182,26 @@ def test_each_sync_waits_for_the_one_max_lag_before(
     assert Log(store).require_head().version == 3
 
 
+@pytest.mark.usefixtures("waited")
+def test_no_upload_is_waited_for_before_max_lag_says_so(store: WatchedStore) -> None:
+    store.may_commit.clear()
+    trainer = Trainer(DeltaSyncTransfer(store, max_lag=5, require_replicas=0))
+    for _ in range(5):
+        trainer.step()
+    assert Log(store).head() is None
+    store.may_commit.set()
+    trainer.transfer.destroy()
+    head = Log(store).require_head()
+    # The versions that were overtaken are part of the last one.
+    assert head.version < 4
+    assert (load(Log(store), head).arrays[1] == bits_of(trainer.model.weight)).all()
+
+
 @pytest.mark.usefixtures("no_patience")
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 def test_a_replica_that_stays_behind_stops_training(store: WatchedStore, max_lag: int) -> None:
     store.beat(0)
-    transfer = DeltaSyncTransfer(store, max_lag=max_lag, timeout_s=100)
+    transfer = DeltaSyncTransfer(store, max_lag=max_lag, timeout_s=100, wait=True)
     trainer = Trainer(transfer)
     for _ in range(max_lag + 1):
         trainer.step()
@@ -178,9 +216,11 @@ def test_no_replica_at_all_is_for_the_policy_to_judge(store: WatchedStore) -> No
     trainer = Trainer(DeltaSyncTransfer(store, max_lag=0, require_replicas=0))
     trainer.step()
     trainer.transfer.destroy()
-    strict = Trainer(DeltaSyncTransfer(store, max_lag=0))
-    with pytest.raises(StoreError, match="0 live replicas serve a version, at least 1"):
+    # The first sync waits, however much lag is allowed: nobody is there to make a sample.
+    strict = Trainer(DeltaSyncTransfer(store, max_lag=9))
+    with pytest.raises(StoreError, match="0 live replicas serve a version, at least 1") as caught:
         strict.step()
+    assert "deltasync serve" in str(caught.value)
     strict.transfer.destroy()
 
 
@@ -201,16 +241,36 @@ def test_training_goes_on_as_soon_as_the_replica_has_caught_up(store: WatchedSto
 
 
 @pytest.mark.usefixtures("waited")
-def test_a_publication_that_fails_stops_training_at_the_next_sync(store: WatchedStore) -> None:
-    trainer = Trainer(DeltaSyncTransfer(store, max_lag=5))
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_training_stops_when_nothing_arrives_for_max_lag_syncs(store: WatchedStore, max_lag: int) -> None:
+    trainer = Trainer(DeltaSyncTransfer(store, max_lag=max_lag))
+    trainer.step()
+    store.is_full = True
+    for _ in range(max_lag):
+        trainer.step()
+    with pytest.raises(StoreError, match="the disk is full") as caught:
+        trainer.step()
+    assert caught.value.__notes__ == ["the weights of step None were not published, so training stops"]
+    assert trainer.model_version == 1 + max_lag
+    trainer.transfer.destroy()
+
+
+@pytest.mark.usefixtures("waited")
+def test_what_failed_to_arrive_comes_with_the_next_and_so_does_its_label(store: WatchedStore) -> None:
+    transfer = DeltaSyncTransfer(store, max_lag=2, wait=True)
+    trainer, worker = attached(transfer)
     trainer.step()
     store.is_full = True
     trainer.step()
-    with pytest.raises(StoreError, match="the disk is full") as caught:
+    assert store.has_refused.wait(GIVE_UP_S)
+    store.is_full = False
+    for _ in range(3):
         trainer.step()
-    assert any("training stops" in note for note in caught.value.__notes__)
-    assert trainer.model_version == 2
-    trainer.transfer.destroy()
+    store.beat(3)
+    worker.wait_for(5)
+    assert [transfer.count_of(version) for version in range(-1, 5)] == [0, 1, 3, 4, 5, 5]
+    transfer.destroy()
+    assert Log(store).versions() == [0, 1, 2, 3]
 
 
 @pytest.mark.usefixtures("waited")

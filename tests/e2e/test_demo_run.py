@@ -1,31 +1,53 @@
-"""`deltasync demo` as a newcomer runs it: to its end, interrupted, killed, and with what cannot work."""
+"""`deltasync demo` as a newcomer runs it: to its end on several stores, interrupted, killed, and with what cannot work.
+
+Most of the time of a run goes into importing torch and transformers, once for each process: so most have one replica.
+A whole run on a folder is what `make demo` is.
+"""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from hub import hub
+from servers import Server, free_port, seaweed
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import deltasync
 from deltasync.demo.board import Board
-from deltasync.demo.policy import VOCABULARY
+from deltasync.demo.policy import VOCABULARY, loaded_policy
 from deltasync.demo.processes import Processes
 from deltasync.demo.run import Director, prepare
 from deltasync.demo.settings import Settings
-from deltasync.errors import EngineError
+from deltasync.errors import EngineError, InvalidInputError
 from deltasync.log.log import Log
 
 pytestmark = pytest.mark.e2e
 
 LONG_S = 600.0
 """Longer than anything takes, on a machine that is busy with other things."""
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == sys.argv[1] else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+from deltasync.cli.main import main
+sys.exit(main(sys.argv[2:]))
+"""
+"""The command on a machine that lacks a package."""
 
 
 def save_policy(folder: Path, *, vocabulary: int = VOCABULARY) -> Path:
@@ -39,6 +61,12 @@ def save_policy(folder: Path, *, vocabulary: int = VOCABULARY) -> Path:
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Server]:
+    with seaweed() as server:
+        yield server
 
 
 def children(out: Path) -> list[int]:
@@ -63,12 +91,16 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def demo(out: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+def demo(
+    out: Path, *arguments: str, environment: Mapping[str, str] | None = None, without: str | None = None
+) -> Iterator["subprocess.Popen[str]"]:
     """The command as a process; nothing of it is left behind, whatever the test does."""
     # Shells start what runs in the background with SIGINT ignored, and that would be inherited.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    command = ["-m", "deltasync"] if without is None else ["-c", WITHOUT, without]
     process = subprocess.Popen(
-        [sys.executable, "-m", "deltasync", "demo", "--out", str(out), *arguments],
+        [sys.executable, *command, "demo", "--out", str(out), *arguments],
+        env={**os.environ, **({} if environment is None else environment)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -83,71 +115,95 @@ def demo(out: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
             os.kill(pid, signal.SIGKILL)
 
 
+def fails(process: "subprocess.Popen[str]", out: Path, *told: str, code: int = 1) -> str:
+    """It ends by itself with a message of one line, and leaves nothing running; what it showed."""
+    shown, errors = process.communicate(timeout=LONG_S)
+    assert process.returncode == code, errors
+    last = errors.rstrip().rpartition("\n")[2]
+    assert last.startswith("error: ")
+    for words in told:
+        assert words in last
+    assert "Traceback" not in errors
+    assert children(out) == []
+    return shown
+
+
 def head_of(feed: Path) -> int:
     found = Log(deltasync.open_store(feed)).head() if feed.exists() else None
     return -1 if found is None else found.version
 
 
-def test_whole_run(policy: Path, tmp_path: Path) -> None:
+def wait_for_version(feed: Path, version: int) -> None:
+    wait_until(lambda: head_of(feed) >= version)
+
+
+@pytest.mark.parametrize(("kind", "replicas", "steps"), [("s3", 2, 6), ("hf", 1, 4)])
+def test_whole_run(
+    kind: str,
+    replicas: int,
+    steps: int,
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
     out = tmp_path / "run"
-    with demo(out, "--model", str(policy), "--steps", "10", "--json") as process:
-        told, errors = process.communicate(timeout=LONG_S)
-    assert process.returncode == 0, errors
-    assert children(out) == []
-    found = json.loads(told)
-    assert found["digests"].keys() == {"trainer", "replica-1", "replica-2"}
-    assert len(set(found["digests"].values())) == 1
-    assert found["verification"]["clean"]
-    assert found["verification"]["deep"]
-    # Proved once more, by what others would use.
-    store = deltasync.open_store(out / "feed")
-    assert deltasync.restore(store, tmp_path / "last").version == found["head"]
+    names = [f"replica-{i + 1}" for i in range(replicas)]
+    options = ["--model", str(policy), "--replicas", str(replicas), "--steps", str(steps), "--json"]
+    with ExitStack() as running:
+        if kind == "s3":
+            server = request.getfixturevalue("s3")
+            url, environment = server.url("demo"), server.environment
+        else:
+            standin = running.enter_context(hub())
+            url, environment = f"hf://buckets/{standin.create_bucket()}/demo", standin.environment()
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        with demo(out, *options, "--store", url) as process:
+            told, errors = process.communicate(timeout=LONG_S)
+        assert process.returncode == 0, errors
+        assert children(out) == []
+        found = json.loads(told)
+        assert found["digests"].keys() == {"trainer", *names}
+        assert len(set(found["digests"].values())) == 1
+        assert found["verification"]["clean"]
+        assert found["verification"]["deep"]
+        # Proved once more, by what others would use.
+        store = deltasync.open_store(url)
+        assert deltasync.restore(store, tmp_path / "last").version == found["head"]
+        # All replicas left for good.
+        assert Log(store).heartbeats() == []
     assert deltasync.state_digest(tmp_path / "last").hex == found["digests"]["trainer"]
     assert (tmp_path / "last" / "config.json").is_file()
-    assert [row["step"] for row in found["rows"]] == list(range(11))
+    assert [row["step"] for row in found["rows"]] == list(range(steps + 1))
     assert all(row["reward"] is not None and row["age"] >= 0 for row in found["rows"][1:])
     back = found["recovery"]
-    assert (back["replica"], back["at_step"]) == ("replica-2", 5)
+    assert (back["replica"], back["at_step"]) == (names[-1], steps // 2)
     assert back["had"] is not None
     # It went on from its mirror: no anchor was fetched.
     assert set(back["edges"]) <= {"delta"}
     assert back["back"] >= back["had"]
     assert "<svg" in (out / "report.html").read_text()
     assert found["sent_bytes"] < found["copies_bytes"]
-    # Both left for good.
-    assert Log(store).heartbeats() == []
 
 
 @pytest.mark.parametrize(
-    ("at", "number"),
-    [
-        ("start", signal.SIGINT),
-        ("warm-up", signal.SIGTERM),
-        ("training", signal.SIGINT),
-        ("training", signal.SIGTERM),
-        ("killed", signal.SIGINT),
-    ],
+    ("at", "number"), [("start", signal.SIGINT), ("warm-up", signal.SIGTERM), ("killed", signal.SIGINT)]
 )
 def test_interrupted(at: str, number: int, policy: Path, tmp_path: Path) -> None:
     out, feed = tmp_path / "run", tmp_path / "run" / "feed"
-    steps = "9" if at == "killed" else "1000"
-    with demo(out, "--model", str(policy), "--steps", steps) as process:
+    with demo(out, "--model", str(policy), "--steps", "9", "--replicas", "1") as process:
         if at == "start":
             wait_until(lambda: bool(children(out)))
         elif at == "warm-up":
             assert process.stdout is not None
             assert "supervised" in process.stdout.readline()
-        elif at == "training":
-            wait_until(lambda: head_of(feed) >= 2)
         else:
-            wait_until(lambda: head_of(feed) >= 5)
+            # The replica was just killed, and is started again.
+            wait_for_version(feed, 5)
         process.send_signal(number)
-        _, errors = process.communicate(timeout=LONG_S)
-        assert process.returncode == 130, errors
-        assert "error: interrupted" in errors
-        assert "Traceback" not in errors
-        assert children(out) == []
-    if at in ("training", "killed"):
+        fails(process, out, "interrupted", code=130)
+    if at == "killed":
         found = deltasync.verify(deltasync.open_store(feed), deep=True)
         assert found.is_clean
         assert found.head is not None
@@ -156,49 +212,112 @@ def test_interrupted(at: str, number: int, policy: Path, tmp_path: Path) -> None
 def test_killed(policy: Path, tmp_path: Path) -> None:
     """Nobody is left to clean up, and yet nothing is left."""
     out = tmp_path / "run"
-    with demo(out, "--model", str(policy), "--steps", "1000") as process:
-        wait_until(lambda: head_of(out / "feed") >= 1)
-        assert len(children(out)) == 3
+    with demo(out, "--model", str(policy), "--steps", "1000", "--replicas", "1") as process:
+        wait_for_version(out / "feed", 1)
+        assert len(children(out)) == 2
         process.kill()
         wait_until(lambda: not children(out))
     assert deltasync.verify(deltasync.open_store(out / "feed"), deep=True).is_clean
 
 
-def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
-    out, small = tmp_path / "run", save_policy(tmp_path / "small", vocabulary=50)
-    with demo(out, "--model", str(small)) as process:
-        _, errors = process.communicate(timeout=LONG_S)
-        assert process.returncode == 1
-        assert "has 50 tokens, a game needs 106" in errors
-        assert children(out) == []
+def test_a_replica_that_dies(policy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with demo(out, "--model", str(policy), "--replicas", "1") as process:
+        wait_until(lambda: len(children(out)) == 2)
+        replica = next(pid for pid in children(out) if b"demo.replica" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(replica, signal.SIGKILL)
+        fails(process, out, "replica-1 ended with exit code -9", "look at")
 
 
-class _WithoutTheLast(Processes):
-    """Replica 2 never comes."""
+class _WithoutReplicas(Processes):
+    """They never come."""
 
     def start(self, module: str, name: str, *arguments: str) -> None:
-        if name != "replica-2":
+        if module != "replica":
             super().start(module, name, *arguments)
 
 
 def test_a_replica_that_never_comes(policy: Path, tmp_path: Path) -> None:
-    settings = Settings(str(tmp_path / "feed"), str(tmp_path / "run"), steps=1000, model=str(policy))
+    settings = Settings(str(tmp_path / "feed"), str(tmp_path / "run"), replicas=1, steps=1000, model=str(policy))
     prepare(settings)
     boards: list[Board] = []
-    director = Director(settings, _WithoutTheLast(settings), boards.append, comes_s=5.0)
-    with pytest.raises(EngineError, match="replica-2 did not come to the newest version in 5 s"):
+    director = Director(settings, _WithoutReplicas(settings), boards.append, comes_s=0.5)
+    with pytest.raises(EngineError, match=r"replica-1 did not come to the newest version in 0\.5 s"):
         director.run()
     assert children(tmp_path / "run") == []
     assert deltasync.verify(deltasync.open_store(settings.store), deep=True).is_clean
 
 
-def test_a_replica_that_dies(policy: Path, tmp_path: Path) -> None:
+def test_a_store_that_fails(policy: Path, tmp_path: Path) -> None:
+    """The trainer does not go on learning for nobody."""
     out = tmp_path / "run"
+    payloads = out / "feed" / "payloads"
     with demo(out, "--model", str(policy), "--steps", "1000", "--replicas", "1") as process:
-        wait_until(lambda: head_of(out / "feed") >= 1)
-        replica = next(pid for pid in children(out) if b"demo.replica" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        os.kill(replica, signal.SIGKILL)
-        _, errors = process.communicate(timeout=LONG_S)
-        assert process.returncode == 1
-        assert "replica-1 ended with exit code -9" in errors
-        assert children(out) == []
+        wait_for_version(out / "feed", 1)
+        shutil.rmtree(payloads)
+        payloads.touch()
+        shown = fails(process, out, "trainer: cannot put payloads/", "something else is in its place")
+    assert "step 1," in shown
+    assert "step 99," not in shown
+
+
+REFUSED = {
+    "store not reachable": ("--store s3://feeds/demo", "s3://feeds/demo: http://127.0.0.1:", "cannot be reached"),
+    "no such bucket": ("--store s3://nowhere/demo", "nowhere", "the bucket does not exist"),
+    "wrong keys": ("--store s3://feeds/demo", "s3://feeds/demo", "the credentials are not accepted"),
+    "feed of another run": ("--store s3://feeds/old", "there is a feed in s3://feeds/old already", "with --store"),
+    "no model": ("--model nowhere", "nowhere has no config.json", "transformers checkpoint"),
+    "no torch": ("", "torch is not installed here", "pip install 'deltasync[transformers]'"),
+    "no transformers": ("", "transformers is not installed here", "pip install 'deltasync[transformers]'"),
+}
+"""Options, and what is told about them: which, and what to do."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_at_once(case: str, tmp_path: Path, s3: Server) -> None:
+    out, (options, *told) = tmp_path / "run", REFUSED[case]
+    environment, without = dict(s3.environment), None
+    if case == "store not reachable":
+        environment["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{free_port()}"
+    elif case == "wrong keys":
+        environment["AWS_SECRET_ACCESS_KEY"] = "wrong"
+    elif case == "feed of another run":
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            model = save_policy(tmp_path / "model")
+            deltasync.publish_checkpoint(deltasync.open_store(s3.url("old")), model, step=0)
+    elif case in ("no torch", "no transformers"):
+        without = case.removeprefix("no ")
+    with demo(out, *options.split(), environment=environment, without=without) as process:
+        fails(process, out, *told)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("config.json", b"{", "not a valid JSON"),
+        ("config.json", b'{"model_type": "t5"}', "T5Config"),
+        ("config.json", b'{"model_type": "qwen3", "layer_types": []}', "layer_type"),
+        ("model.safetensors", bytes(100), "header"),
+        ("model.safetensors", None, "no file named model.safetensors"),
+    ],
+    ids=["no JSON", "no language model", "impossible", "damaged weights", "no weights"],
+)
+def test_a_model_that_cannot_be_loaded(name: str, content: bytes | None, told: str, tmp_path: Path) -> None:
+    folder = save_policy(tmp_path / "model")
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    with pytest.raises(InvalidInputError, match="cannot be loaded as a causal language model") as refused:
+        loaded_policy(folder)
+    assert told in refused.value.message
+    assert "\n" not in str(refused.value)
+    assert refused.value.hint
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="has 50 tokens, a game needs 106") as refused:
+        loaded_policy(save_policy(tmp_path / "small", vocabulary=50))
+    assert refused.value.hint

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from deltasync.demo.wordle import ALPHABET, LETTERS, REFUSED, TURNS, Array
@@ -49,9 +51,11 @@ def loaded_policy(folder: Path) -> PreTrainedModel:
         raise InvalidInputError(f"{folder} has no config.json", hint="give the folder of a transformers checkpoint")
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        # Some of these go on for pages.
+        why = str(error).partition("\n")[0]
         raise InvalidInputError(
-            f"{folder} cannot be loaded as a causal language model: {error}",
+            f"{folder} cannot be loaded as a causal language model: {why:.300}",
             hint="give the folder of a transformers checkpoint",
         ) from error
     if model.config.vocab_size < VOCABULARY:

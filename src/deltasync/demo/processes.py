@@ -38,6 +38,7 @@ class Processes:
         self._running: dict[str, subprocess.Popen[str]] = {}
         self._told: SimpleQueue[tuple[subprocess.Popen[str], Told]] = SimpleQueue()
         self._errors: dict[str, dict[str, Any]] = {}
+        self._begun: set[subprocess.Popen[str]] = set()
 
     def start(self, module: str, name: str, *arguments: str) -> None:
         """Start a module of this package as a process. It does not get the Ctrl-C that is meant for us."""
@@ -87,9 +88,14 @@ class Processes:
         process.wait()
 
     def close(self) -> None:
-        """Let all end by themselves, and kill what does not."""
+        """Let all end by themselves, and kill what does not.
+
+        One that has told nothing yet has nothing to bring to an end, and may be seconds away from listening.
+        """
         with _undisturbed():
             for process in self._running.values():
+                if process not in self._begun:
+                    process.kill()
                 _close(process)
             until_s = time.monotonic() + _GRACE_S
             for process in self._running.values():
@@ -109,6 +115,7 @@ class Processes:
                 for line in lines:
                     # A process that was killed may leave half a line.
                     if line.endswith("\n"):
+                        self._begun.add(process)
                         self._told.put((process, Told(name, json.loads(line))))
         self._told.put((process, Told(name, None)))
 

@@ -31,6 +31,8 @@ from deltasync.store.opening import open_store
 from deltasync.store.patient import PatientStore
 
 _LOOK_S = 0.2
+_FIRST_S = 1.0
+"""Between two looks for the first version: the trainer warms up, and each look is a listing."""
 _PATIENCE_S = 30.0
 
 
@@ -123,7 +125,7 @@ def _serve(follower: Follower, serving: Serving, player: Player, orders: Orders)
 def _first(log: Log, orders: Orders) -> Manifest | None:
     """The head, as soon as there is one; None if this process is to end before."""
     while (head := log.head()) is None:
-        if orders.stopped.wait(_LOOK_S):
+        if orders.stopped.wait(_FIRST_S):
             return None
     return head
 

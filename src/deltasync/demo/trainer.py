@@ -6,6 +6,7 @@ Run as `python -m deltasync.demo.trainer SETTINGS`.
 import math
 import sys
 import time
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,13 +24,15 @@ from deltasync.demo.warmup import Warmup
 from deltasync.demo.weights import PUBLISHED, digest_of, published_copy
 from deltasync.demo.wordle import Wordle
 from deltasync.errors import EngineError, InvalidInputError
-from deltasync.publishing.events import PublishEvent
+from deltasync.publishing.events import Publication, PublishEvent
 from deltasync.trainer.publisher import Publisher
 from deltasync.trainer.transformers import model_files
 
 _AGE_MAX = 8
 """Versions after which rollouts are too old to learn from."""
 _PATIENCE_S = 120.0
+_RETRY_S = 20.0
+"""How long a store that fails is tried again."""
 _LOOK_S = 0.02
 _TRIALS = 512
 """Games that say how good a policy is."""
@@ -45,9 +48,12 @@ def main(settings: Settings, orders: Orders) -> None:
     nbytes = sum(tensor.nbytes for tensor in published_copy(model).values())
     before = trial(model, wordle, seed=settings.seed)
     files = model_files(model, dtype=PUBLISHED)
-    with Publisher(settings.store, dtype=PUBLISHED, files=files, threads=1, observer=_tell_version) as publisher:
+    with Publisher(
+        settings.store, dtype=PUBLISHED, files=files, threads=1, retry_s=_RETRY_S, observer=_tell_version
+    ) as publisher:
         tell("ready", weights=model.num_parameters(), full_bytes=nbytes, **_told(before))
-        publisher.publish(model, step=0)
+        # The replicas cannot begin without it.
+        publisher.publish(model, step=0).wait()
         _learn(model, publisher, settings, orders)
     head = publisher.head
     if head is not None and not orders.stopped.is_set():
@@ -73,6 +79,7 @@ def _warm_up(model: PreTrainedModel, wordle: Wordle, settings: Settings, orders:
 
 def _learn(model: PreTrainedModel, publisher: Publisher, settings: Settings, orders: Orders) -> None:
     learner, spool = Learner(model, lr=settings.lr), Spool(settings.folder / SPOOL)
+    recent: deque[Publication] = deque()
     for step in range(1, settings.steps + 1):
         since = time.perf_counter()
         rollouts = _next(spool, publisher, orders)
@@ -83,7 +90,10 @@ def _learn(model: PreTrainedModel, publisher: Publisher, settings: Settings, ord
         loss = learner.step(loss_of(model, rollouts.played, group=GROUP))
         if not math.isfinite(loss):
             raise InvalidInputError(f"the loss of step {step} is {loss}", hint="choose a lower --lr")
-        publisher.publish(model, step=step)
+        recent.append(publisher.publish(model, step=step))
+        if len(recent) > _AGE_MAX:
+            # So old, it is committed, or the store has failed for good: what is learned now would reach nobody.
+            recent.popleft().wait()
         tell(
             "stepped",
             step=step,
@@ -94,6 +104,7 @@ def _learn(model: PreTrainedModel, publisher: Publisher, settings: Settings, ord
             step_s=time.perf_counter() - waited,
             **_told(rollouts.played),
         )
+    recent[-1].wait()
 
 
 def _next(spool: Spool, publisher: Publisher, orders: Orders) -> Rollouts | None:

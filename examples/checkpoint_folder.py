@@ -1,0 +1,81 @@
+"""A checkpoint folder that is always the newest version, for engines that load from disk.
+
+A trainer publishes; a follower keeps `current`, a link, at a whole Hugging Face checkpoint, and tells the engine after
+each switch. The engine here is transformers. SGLang has a route for the same, `update_weights_from_disk`. Runs on a CPU
+in seconds and needs no download. The feed goes to the store of your choice, or to a temporary folder:
+
+    python examples/checkpoint_folder.py [STORE]
+
+Without any code of yours, `deltasync follow STORE --target current` keeps such a folder.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from deltasync.following.events import Advance
+from deltasync.following.follower import Follower
+from deltasync.serve.folder import FolderTarget
+from deltasync.trainer.publisher import Publisher
+from deltasync.trainer.transformers import model_files
+
+STEPS = 5
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4))
+
+
+class Engine:
+    """Stands for an engine of any kind: it knows a path, and nothing of feeds."""
+
+    def load(self, folder: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder)
+
+    def answer(self, prompt: list[int]) -> list[int]:
+        tokens = self.model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+        return list(tokens[0, len(prompt) :].tolist())
+
+
+def main(url: str, folder: Path) -> None:
+    current, engine, trained = folder / "current", Engine(), tiny_model()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
+    rows = torch.randint(0, 256, (8, 16))
+
+    def switched(moved: Advance) -> None:
+        # The link is resolved once: file after file through it could be of two versions.
+        engine.load(os.path.realpath(current))
+        print(f"version {moved.version} is in {current.readlink()}; the engine answers {engine.answer([1, 2, 3])}")
+
+    # The files of the model go beside the weights, so that the folder loads.
+    files, target = model_files(trained, dtype=torch.bfloat16), FolderTarget(current)
+    with (
+        Publisher(url, dtype=torch.bfloat16, files=files) as publisher,
+        Follower(url, mirror=folder / "mirror", observer=switched) as follower,
+    ):
+        publisher.publish(trained, step=0).wait()
+        follower.advance(target)
+        for step in range(1, STEPS + 1):
+            trained(input_ids=rows, labels=rows).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            publisher.publish(trained, step=step).wait()
+            # In its own process a replica would call follow(), which looks for versions by itself.
+            follower.advance(target)
+
+    loaded = engine.model.state_dict()
+    exact = all(torch.equal(loaded[name], weight.bfloat16()) for name, weight in trained.state_dict().items())
+    print(f"the engine has the weights of step {STEPS}, bit for bit: {'yes' if exact else 'NO'}")
+    if not exact:
+        raise SystemExit(3)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        main(sys.argv[1] if len(sys.argv) > 1 else f"{temporary}/feed", Path(temporary))

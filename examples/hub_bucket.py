@@ -1,0 +1,57 @@
+"""Weights through a bucket of the Hugging Face Hub: a trainer publishes, a replica follows, both need the Hub alone.
+
+The bucket is made if there is none, a private one. A bucket cannot keep two trainers apart, so the writer holds a lease
+(docs/stores.md): one trainer for each prefix.
+
+    pip install 'deltasync[hf,torch]'
+    export HF_TOKEN=…                                               # or `hf auth login`
+    python examples/hub_bucket.py hf://buckets/NAMESPACE/NAME/PREFIX      # a prefix without a feed
+"""
+
+import sys
+
+import huggingface_hub
+import torch
+
+import deltasync
+from deltasync.following.follower import Follower
+from deltasync.serve.module import ModuleTarget
+from deltasync.trainer.publisher import Publisher
+
+STEPS = 5
+
+
+def new_model() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
+
+
+def main(url: str) -> None:
+    namespace, name = url.removeprefix("hf://buckets/").split("/")[:2]
+    huggingface_hub.create_bucket(f"{namespace}/{name}", private=True, exist_ok=True)
+
+    trained, served = new_model(), new_model().bfloat16()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-6)
+    target = ModuleTarget(served)
+    with Publisher(url, dtype=torch.bfloat16) as publisher, Follower(url) as follower:
+        for step in range(STEPS + 1):
+            if step > 0:
+                batch = torch.randn(32, 256)
+                torch.nn.functional.mse_loss(trained(batch), batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            publisher.publish(trained, step=step).wait()
+            # In its own process a replica would call follow(), which looks for versions by itself.
+            print(follower.advance(target))
+
+    exact = all(torch.equal(served.state_dict()[n], w.bfloat16()) for n, w in trained.state_dict().items())
+    clean = deltasync.verify(deltasync.open_store(url), deep=True).is_clean
+    print(f"the replica has the weights of step {STEPS}, bit for bit: {'yes' if exact else 'NO'}")
+    print(f"verify --deep: {'clean' if clean else 'DAMAGED'}")
+    if not exact or not clean:
+        raise SystemExit(3)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not sys.argv[1].startswith("hf://buckets/"):
+        raise SystemExit("usage: python examples/hub_bucket.py hf://buckets/NAMESPACE/NAME/PREFIX")
+    main(sys.argv[1])

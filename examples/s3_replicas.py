@@ -1,0 +1,84 @@
+"""One trainer and two replicas, each a process of its own, that share nothing but a bucket.
+
+The replicas follow the feed by themselves: they may start before the trainer, or late. At the end the weights that they
+have live are compared with those of the trainer. Credentials and endpoint come from the environment (docs/stores.md):
+
+    export AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=… AWS_ENDPOINT_URL=…
+    python examples/s3_replicas.py s3://bucket/prefix      # a prefix without a feed; any other store will do
+"""
+
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+import deltasync
+from deltasync.following.events import Advance
+from deltasync.following.follower import Follower
+from deltasync.serve.module import ModuleTarget
+from deltasync.trainer.publisher import Publisher
+
+STEPS = 10
+
+
+def new_model() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
+
+
+def train(url: str) -> deltasync.Manifest:
+    """Every step is a version; the last one."""
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6)
+    with Publisher(url, dtype=torch.bfloat16, wait=True) as publisher:
+        publisher.publish(model, step=0)
+        for step in range(1, STEPS + 1):
+            batch = torch.randn(32, 256)
+            torch.nn.functional.mse_loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            handle = publisher.publish(model, step=step)
+        return handle.wait()
+
+
+def replica(name: str, url: str, out: Path) -> None:
+    """Follow until the last step is live, then save what is live: the bits themselves, not the feed's."""
+    model = new_model().bfloat16()
+
+    def moved(advance: Advance) -> None:
+        print(f"{name}: {advance}", flush=True)
+        if advance.version == STEPS:
+            follower.stop()
+
+    with Follower(url, replica=name, observer=moved) as follower:
+        follower.follow(ModuleTarget(model))
+    save_file(model.state_dict(), out)
+
+
+def main(url: str, folder: Path) -> None:
+    # Not forked: the threads of the store's client would not come along.
+    spawn = multiprocessing.get_context("spawn")
+    live = {name: folder / f"{name}.safetensors" for name in ("replica-1", "replica-2")}
+    replicas = [spawn.Process(target=replica, args=(name, url, out), daemon=True) for name, out in live.items()]
+    for process in replicas:
+        process.start()
+    head = train(url)
+    for process in replicas:
+        process.join(timeout=120)
+
+    exact = True
+    for name, out in live.items():
+        equal = out.exists() and deltasync.state_digest(out) == head.digest
+        print(f"{name} has version {head.version} of the trainer, bit for bit: {'yes' if equal else 'NO'}")
+        exact &= equal
+    if not exact:
+        raise SystemExit(3)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python examples/s3_replicas.py STORE")
+    with tempfile.TemporaryDirectory() as temporary:
+        main(sys.argv[1], Path(temporary))

@@ -8,7 +8,7 @@ VLLM_PIP := PIP_CONSTRAINT=vllm-constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 
 NATIVE := CMakeLists.txt $(wildcard native/*)
 FUZZ_SECONDS ?= 60
 
-.PHONY: demo test test-e2e lint install bench bench-codec bench-store bench-publish bench-replica fuzz format clean
+.PHONY: demo test test-e2e lint install bench bench-codec bench-store bench-publish bench-replica bench-trl fuzz format clean
 
 demo: install
 	$(BIN)/deltasync demo
@@ -17,7 +17,7 @@ test: install
 	$(BIN)/python -m pytest -n 2 -m "not e2e"
 
 test-e2e: $(VENV)/e2e.stamp $(VENV)/bench.stamp $(VLLM_VENV)/install.stamp fuzz
-	$(BIN)/python -m pytest -m e2e
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m e2e
 
 lint: install
 	$(BIN)/ruff check .
@@ -34,7 +34,7 @@ format: install
 fuzz:
 	tests/fuzz/run.sh $(FUZZ_SECONDS)
 
-bench: bench-codec bench-store bench-publish bench-replica
+bench: bench-codec bench-store bench-publish bench-replica bench-trl
 
 bench-codec: $(VENV)/bench.stamp
 	$(BIN)/python -m benchmarks.codec
@@ -47,6 +47,9 @@ bench-publish: $(VENV)/e2e.stamp $(VENV)/bench.stamp
 
 bench-replica: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp
 	$(BIN)/python -m benchmarks.replica
+
+bench-trl: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp
+	$(BIN)/python -m benchmarks.trl
 
 install: $(VENV)/install.stamp
 

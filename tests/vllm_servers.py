@@ -20,11 +20,13 @@ from tests.servers import free_port
 ROOT = Path(__file__).parent.parent
 PYTHON = Path(os.environ.get("DELTASYNC_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 TOKEN = "a token for tests"
+CORE = str(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % (os.cpu_count() or 1))
+"""What a server computes on: tests that run side by side take a core each."""
 
 _UP_WITHIN_S = 300.0
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": CORE,
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -80,7 +82,7 @@ class VllmServer:
             "logprobs": 5,
             **options,
         }
-        return self.request("/v1/completions", body)
+        return self.request("/v1/completions", body, timeout_s=timeout_s)
 
     def wait_version(self, version: int, *, within_s: float = 120.0) -> dict[str, Any]:
         """The status once this version, or a later one, is live."""
@@ -113,7 +115,7 @@ def vllm_server(
     """A server that is up; without a feed it has the backend but follows nothing."""
     server = start_vllm(model, feed, folder, *arguments, **environment)
     try:
-        _wait_up(server)
+        wait_up(server)
         yield server
     finally:
         stop(server.process)
@@ -134,6 +136,8 @@ def start_vllm(model: Path, feed: str | None, folder: Path, *arguments: str, **e
     command += [argument for argument in arguments if argument != "--compile"]
     if "--compile" not in arguments:
         command.append("--enforce-eager")
+        # vLLM still compiles one small function at its first answer, which takes seconds.
+        env["TORCH_COMPILE_DISABLE"] = "1"
     with log.open("ab") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
     return VllmServer(f"http://127.0.0.1:{port}", str(model), process, log)
@@ -145,19 +149,25 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(30)
+    kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a server and all that it started, at once."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _wait_up(server: VllmServer) -> None:
-    deadline = time.monotonic() + _UP_WITHIN_S
-    while time.monotonic() < deadline:
+def wait_up(server: VllmServer) -> float:
+    """Wait until a server answers; the seconds that this took."""
+    begun = time.monotonic()
+    while time.monotonic() < begun + _UP_WITHIN_S:
         if server.process.poll() is not None:
             raise AssertionError(f"the server ended with {server.process.returncode}:\n{server.tail()}")
         try:
             if server.request("/v1/models", timeout_s=5).status == 200:
-                return
+                return time.monotonic() - begun
         except (OSError, urllib.error.URLError):
             time.sleep(0.2)
     raise AssertionError(f"the server is not up after {_UP_WITHIN_S:g} s:\n{server.tail()}")

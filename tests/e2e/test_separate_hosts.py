@@ -10,7 +10,7 @@ import pytest
 from host_programs import Programs, programs
 from namespaces import Host, cut, hosts, link
 from servers import missing
-from vllm_servers import PYTHON, require_vllm
+from vllm_servers import CORE, PYTHON, require_vllm
 
 pytestmark = pytest.mark.e2e
 
@@ -38,7 +38,7 @@ TOKEN = {"DELTASYNC_TOKEN": "a token for the hosts"}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": CORE,
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",

@@ -25,16 +25,17 @@ class TrainingFeed:
         self.url = url
         self._publisher = publisher
         self._random = torch.Generator().manual_seed(7)
+        self._begun = [(p.detach().float().mean(), p.detach().float().std()) for p in model.parameters()]
         self._publisher.publish(model, step=0).wait()
         self.version = 0
 
     def step(self, *, fraction: float = 0.05, scale: float = 0.1) -> int:
-        """Change some elements of every parameter and publish; the version."""
+        """Move some elements of every parameter and publish; the version. No number of steps lets them grow."""
         with torch.no_grad():
-            for parameter in self.model.parameters():
+            for parameter, (mean, std) in zip(self.model.parameters(), self._begun, strict=True):
                 chosen = torch.rand(parameter.shape, generator=self._random) < fraction
-                noise = torch.randn(parameter.shape, generator=self._random) * scale * parameter.float().std()
-                parameter[chosen] += noise.to(parameter.dtype)[chosen]
+                drawn = mean + std * torch.randn(parameter.shape, generator=self._random)
+                parameter[chosen] = parameter.float().lerp(drawn, scale).to(parameter.dtype)[chosen]
         self.version = self._publisher.publish(self.model).wait().version
         return self.version
 

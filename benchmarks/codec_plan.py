@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 
-from benchmarks.data import smol, synthetic
+from benchmarks.data import recorded, smol, synthetic
 from benchmarks.data.pair import Pair
 from benchmarks.data.synthetic import QWEN3_0_6B, SMALL, TINY, Shape
 from benchmarks.report import say
@@ -16,6 +16,7 @@ FP8_DENSITY = 0.01
 
 # What a data set stands for.
 REAL = "real training steps"
+RECORDED = "recorded from whole runs"
 MODEL = "synthetic model at 1 %"
 DENSITY = "other densities"
 ELEMENT_TYPE = "other types"
@@ -48,6 +49,7 @@ def model_pair(shape: Shape) -> Pair:
 def data_sets(plan: Plan) -> Iterator[tuple[str, Pair]]:
     """Yield what each data set stands for, and its pair, one at a time."""
     yield from _real_pairs(plan)
+    yield from _recorded_pairs()
     yield MODEL, model_pair(plan.model)
     for density in plan.densities:
         yield DENSITY, synthetic.bf16_pair(density, shape=plan.small, threads=THREADS)
@@ -68,3 +70,13 @@ def _real_pairs(plan: Plan) -> Iterator[tuple[str, Pair]]:
         for pair in islice(smol.load_pairs(folder, rate), plan.real_steps):
             yield REAL, pair
     yield ELEMENT_TYPE, smol.load_fp32_pair(folder, rates[0])
+
+
+def _recorded_pairs() -> Iterator[tuple[str, Pair]]:
+    """Pairs of small policies, if somebody has recorded them: that takes minutes, and vLLM."""
+    found = False
+    for pair in recorded.load_pairs():
+        found = True
+        yield RECORDED, pair
+    if not found:
+        say("no run was recorded: python -m benchmarks.data.recorded does it")

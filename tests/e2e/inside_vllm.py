@@ -10,7 +10,6 @@ from typing import Any
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="0",
     VLLM_HOST_IP="127.0.0.1",
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",

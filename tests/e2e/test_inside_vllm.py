@@ -1,6 +1,7 @@
 """Parts of the plugin that no server shows on a CPU: experts that are stacked but not packed, vLLM's own protocol."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_models import save, tiny_model
 from training_feed import training_feed
-from vllm_servers import PYTHON, require_vllm
+from vllm_servers import CORE, PYTHON, require_vllm
 
 pytestmark = pytest.mark.e2e
 
@@ -18,7 +19,12 @@ SCRIPT = Path(__file__).with_name("inside_vllm.py")
 def run(*arguments: str) -> Any:
     require_vllm()
     done = subprocess.run(
-        [str(PYTHON), str(SCRIPT), *arguments], capture_output=True, text=True, check=False, timeout=300
+        [str(PYTHON), str(SCRIPT), *arguments],
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": CORE},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

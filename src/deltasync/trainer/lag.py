@@ -11,6 +11,9 @@ from deltasync.prune import LIVE_S
 _POLL_FIRST_S = 0.1
 _POLL_MOST_S = 2.0
 
+_LOOK = "look at the replicas; one that is dead is no longer waited for after `live_s`"
+_START = "start a replica that follows this feed, such as `deltasync serve`, and look at what it says"
+
 
 def serving(log: Log, *, live_s: float = LIVE_S, clock: Callable[[], float] = time.time) -> list[tuple[int, Heartbeat]]:
     """Versions and heartbeats of the live replicas that serve one, the slowest first.
@@ -45,9 +48,10 @@ def wait_for_replicas(
     """
     started, pause_s = clock(), _POLL_FIRST_S
     while True:
-        told = None
+        told, hint = None, _LOOK
         try:
-            told = _missing(serving(log, live_s=live_s, clock=clock), version, replicas)
+            found = serving(log, live_s=live_s, clock=clock)
+            told, hint = _missing(found, version, replicas), _LOOK if len(found) >= replicas else _START
         except StoreError as error:
             if not error.transient:
                 raise
@@ -59,7 +63,7 @@ def wait_for_replicas(
             raise StoreError(
                 f"version {version} was not confirmed by the replicas in {timeout_s:g} s: {told}",
                 transient=True,
-                hint="look at the replicas; one that is dead is no longer waited for after `live_s`",
+                hint=hint,
             )
         sleep(min(pause_s, timeout_s - waited_s))
         pause_s = min(2 * pause_s, _POLL_MOST_S)

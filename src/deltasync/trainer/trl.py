@@ -10,6 +10,7 @@ TRL itself is not needed to import this: it asks for five methods, and calls the
 import inspect
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -28,6 +29,8 @@ from deltasync.trainer.publisher import Publisher
 _log = logging.getLogger(__name__)
 
 _LABEL_POLL_S = 0.5
+_COUNTS_KEPT = 4096
+"""Syncs whose versions are remembered: far more than any sample may be old."""
 
 
 class RolloutWorker(Protocol):
@@ -58,12 +61,14 @@ class DeltaSyncTransfer:
     `send_weights` returns once what changed is captured, unless replicas are too far behind: it waits until all live
     ones have what was sent `max_lag` syncs before. 0 waits for every sync to arrive.
     `require_replicas`: so many must be live and serve a version; with 0 nobody is waited for while there is none.
+    The first sync waits for them in any case: without them TRL would wait for samples, and not say for what.
     `timeout_s`: how long replicas, or the store, are waited for before training stops with an error.
     `live_s`: a replica that has been silent for so long counts as gone. Keep `timeout_s` above it: then a replica that
     died is left behind, and training goes on.
     Further options are those of `Publisher`.
 
-    A publication that fails for good stops training at the next sync, or at the end of training.
+    What a publication could not bring to the store is part of the next one. Training stops with the error of one that
+    failed if none of the `max_lag` syncs after it has arrived, or if it was the last one.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class DeltaSyncTransfer:
         self._live_s = live_s
         self._feed: _OpenFeed | None = None
         self._sent: deque[Publication] = deque(maxlen=max_lag + 1)
+        self._counts: deque[tuple[int, Publication]] = deque(maxlen=_COUNTS_KEPT)
         self._is_reported = False
         self._step: Callable[[], int | None] = lambda: None
         self._labels: _Labels | None = None
@@ -109,6 +115,16 @@ class DeltaSyncTransfer:
         # On this instance alone: TRL treats its own class of workers specially, so a wrapper would not do.
         worker.update_model_version = self._update_label  # type: ignore[method-assign]
 
+    def count_of(self, version: int) -> int:
+        """What TRL calls a version of the feed: its count of syncs; 0 for weights from before the first one.
+
+        Needs `attach`. If one version carries several syncs, it is the last of them.
+        """
+        for count, publication in reversed(self._counts):
+            if publication.version is not None and publication.version <= version:
+                return count
+        return 0
+
     def init_weight_transfer(self) -> None:
         """Open the store, and read from it once: a wrong URL or account is found before training begins."""
         self._open().log.head()
@@ -119,13 +135,12 @@ class DeltaSyncTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish these weights, then wait for replicas that are too far behind."""
         feed = self._open()
-        if self._sent:
-            self._settle(self._sent[-1])
+        is_first = not self._sent
         self._sent.append(feed.publisher.publish(iterator, step=self._step()))
-        if len(self._sent) == self._sent.maxlen:
+        if len(self._sent) == self._sent.maxlen or (is_first and self._require_replicas > 0):
             wait_for_replicas(
                 feed.log,
-                self._settle(self._sent[0]),
+                self._oldest_version(),
                 replicas=self._require_replicas,
                 timeout_s=self._timeout_s,
                 live_s=self._live_s,
@@ -148,7 +163,10 @@ class DeltaSyncTransfer:
         self._sent.clear()
         self._is_reported = False
         if last is not None:
-            self._settle(last)
+            try:
+                last.wait(self._timeout_s)
+            except DeltasyncError as error:
+                raise self._stopping(last, error) from None
 
     def _open(self) -> "_OpenFeed":
         if self._feed is None:
@@ -157,14 +175,21 @@ class DeltaSyncTransfer:
             self._feed = _OpenFeed(Log(store), Publisher(store, **self._options))
         return self._feed
 
-    def _settle(self, publication: Publication) -> int:
-        """The version of a publication, once it is committed."""
-        try:
-            return publication.wait(self._timeout_s).version
-        except DeltasyncError as error:
-            self._is_reported = True
-            error.add_note(f"the weights of step {publication.step} were not published, so training stops")
-            raise
+    def _oldest_version(self) -> int:
+        """The version with what was sent first of all that is remembered: its own, or a later one that carries it."""
+        deadline_s = time.monotonic() + self._timeout_s
+        errors: list[DeltasyncError] = []
+        for publication in self._sent:
+            try:
+                return publication.wait(max(0.0, deadline_s - time.monotonic())).version
+            except DeltasyncError as error:
+                errors.append(error)
+        raise self._stopping(self._sent[0], errors[0])
+
+    def _stopping(self, publication: Publication, error: DeltasyncError) -> DeltasyncError:
+        self._is_reported = True
+        error.add_note(f"the weights of step {publication.step} were not published, so training stops")
+        return error
 
     def _served(self) -> int | None:
         """The version that all live replicas have reached; None if there is none."""
@@ -174,6 +199,8 @@ class DeltaSyncTransfer:
 
     def _update_label(self, model_version: int) -> None:
         """In place of the worker's own: TRL calls it after each sync, and with an old count when it resumes."""
+        if self._sent:
+            self._counts.append((model_version, self._sent[-1]))
         if self._labels is not None:
             self._labels.sent(model_version, self._sent[-1] if self._sent else None)
 
@@ -241,12 +268,13 @@ class _Labels:
         except DeltasyncError as error:
             _log.warning("the heartbeats cannot be read, samples keep their old label: %s", error)
             return
-        label = None
         with self._moved:
-            while self._waiting and self._is_confirmed(self._waiting[0][1].version, served):
-                label = self._waiting.popleft()[0]
-            if label is not None:
-                self._tell(label)
+            # Not the first alone: a publication that failed has no version, and is part of a later one.
+            confirmed = [i for i, (_, sent) in enumerate(self._waiting) if self._is_confirmed(sent.version, served)]
+            for _ in range(confirmed[-1] if confirmed else 0):
+                self._waiting.popleft()
+            if confirmed:
+                self._tell(self._waiting.popleft()[0])
 
     def _is_confirmed(self, version: int | None, served: int | None) -> bool:
         if served is None:

@@ -1,0 +1,81 @@
+"""The server's host: vLLM, which follows the feed.
+
+    python server.py --feed URL [--model NAME] [--host ADDRESS] [--port PORT] [-- MORE ARGUMENTS OF vLLM]
+
+The model comes out of the feed as well: as soon as the trainer has published its first version, it is restored into a
+folder of this host. All that the server needs to know is the URL of the store.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import time
+
+import on_cpu
+from checks import require_free
+
+from deltasync import NotFoundError, open_store, restore
+from deltasync.errors import DeltasyncError, InvalidInputError
+from deltasync.store.protocol import Store
+
+_POLL_S = 0.5
+_MAX_TOKENS = 256
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve what a feed holds with vLLM, and follow it.")
+    parser.add_argument("--feed", required=True, metavar="URL")
+    parser.add_argument("--model", default="wordle-policy", metavar="FOLDER", help="as the trainer calls it")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--mirror", metavar="FILE", help="keep the mirror in this file")
+    parser.add_argument("--wait-s", type=float, default=300.0, help="how long the first version may take")
+    parser.add_argument("arguments", nargs="*", metavar="VLLM-ARGUMENT")
+    options = parser.parse_args()
+    try:
+        become_server(options)
+    except DeltasyncError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def become_server(options: argparse.Namespace) -> None:
+    """Get the model, then become `deltasync serve`. Does not return."""
+    deltasync = shutil.which("deltasync", path=os.path.dirname(sys.executable))
+    if deltasync is None:
+        raise InvalidInputError("the command deltasync is not here", hint="pip install 'deltasync[vllm]'")
+    require_free(options.host, options.port)
+    with_model = ["--model", options.model, "--served-model-name", options.model]
+    listening = ["--host", options.host, "--port", str(options.port), "--max-model-len", str(_MAX_TOKENS)]
+    command = [deltasync, "serve", "--feed", options.feed]
+    command += ["--mirror", options.mirror] if options.mirror is not None else []
+    if on_cpu.is_needed():
+        on_cpu.adjust_server()
+        listening += on_cpu.SERVER_ARGUMENTS
+    if not os.path.isdir(options.model):
+        store = open_store(options.feed)
+        restore_first(store, options.model, wait_s=options.wait_s)
+        store.close()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.execv(command[0], [*command, "--", *with_model, *listening, *options.arguments])
+
+
+def restore_first(store: Store, folder: str, *, wait_s: float) -> None:
+    """The newest version of a feed as a checkpoint folder, once there is one."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            restore(store, folder)
+            return
+        except NotFoundError as error:
+            if time.monotonic() >= deadline_s:
+                raise NotFoundError(
+                    f"the feed has no version after {wait_s:g} s", hint="start trainer.py with the same --feed"
+                ) from error
+        time.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    main()

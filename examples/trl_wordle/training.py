@@ -1,0 +1,120 @@
+"""What a TRL script is made of: a config, a dataset, an environment, a trainer; and a transfer to a feed."""
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import on_cpu
+import torch
+from datasets import Dataset
+from game import PROMPT, WordleGame
+from transformers import PrinterCallback, TrainerCallback, TrainerState
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from versions import Account, follow_versions
+
+from deltasync.publishing.events import PublishEvent
+from deltasync.trainer.trl import DeltaSyncTransfer
+
+GAMES, GENERATIONS, GROUPS = 1000, 8, 4
+"""Games of the dataset; how often each is played, to be compared; how many of them a step learns from."""
+TOKENS = 10
+"""Of one guess: eight, if it is written well."""
+
+
+class Training:
+    """One run, with everything made and nothing begun."""
+
+    def __init__(self, options: argparse.Namespace, *, guesses: int) -> None:
+        self._out: Path = options.out
+        self._published: list[PublishEvent] = []
+        transfer = DeltaSyncTransfer(
+            options.feed,
+            max_lag=options.max_lag,
+            timeout_s=options.wait_s,
+            dtype=torch.bfloat16,
+            observer=self._published.append,
+        )
+        self._trainer = new_trainer(options, transfer, guesses=guesses)
+        transfer.attach(self._trainer)
+        self._account: Account = follow_versions(self._trainer, transfer.count_of)
+
+    def run(self) -> None:
+        """Train, then leave a report and the weights as they were published."""
+        started_s = time.perf_counter()
+        self._trainer.train()
+        seconds = time.perf_counter() - started_s
+        self._trainer.model.to(torch.bfloat16).save_pretrained(self._out / "weights")
+        logged = [entry for entry in self._trainer.state.log_history if "reward" in entry]
+        report = {
+            "steps": self._trainer.state.global_step,
+            "seconds": seconds,
+            "step_s": [entry["perf/step_s"] for entry in logged if "perf/step_s" in entry],
+            "sync_s": [entry["perf/weight_sync_s"] for entry in logged],
+            "rewards": [entry["reward"] for entry in logged],
+            "account": self._account.to_json(),
+            "versions": [asdict(event) for event in self._published],
+        }
+        (self._out / "report.json").write_text(json.dumps(report, indent=1))
+
+
+def new_trainer(options: argparse.Namespace, transfer: Any, *, guesses: int) -> AsyncGRPOTrainer:
+    """A trainer as TRL has it."""
+    if on_cpu.is_needed():
+        on_cpu.adjust_torch()
+        on_cpu.adjust_trl()
+    rows = {"prompt": [[{"role": "user", "content": PROMPT}]] * GAMES, "game": list(range(GAMES))}
+    trainer = AsyncGRPOTrainer(
+        options.model,
+        args=config(options, guesses=guesses),
+        train_dataset=Dataset.from_dict(rows),
+        environment_factory=partial(WordleGame, options.environment),
+        weight_transfer=transfer,
+    )
+    # Two hundred numbers a step are for a dashboard, not for a terminal.
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Lines())
+    return trainer
+
+
+class Lines(TrainerCallback):
+    """One line for each step."""
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
+        if logs is not None and "reward" in logs:
+            taken = f"{logs.get('perf/step_s', 0):.2f} s, of which {logs['perf/weight_sync_s']:.3f} s held by the sync"
+            told = (
+                f"step {state.global_step:4d}  reward {logs['reward']:6.3f}  stale {logs['sample/staleness_mean']:.1f}"
+            )
+            print(f"{told}  {taken}", flush=True)
+
+
+def config(options: argparse.Namespace, *, guesses: int) -> AsyncGRPOConfig:
+    """How TRL trains."""
+    return AsyncGRPOConfig(
+        output_dir=str(options.out / "trl"),
+        max_steps=options.steps,
+        learning_rate=options.lr,
+        # One group at a time: a row of samples costs the square of its length where attention is a mask.
+        per_device_train_batch_size=GENERATIONS,
+        gradient_accumulation_steps=GROUPS,
+        num_generations=GENERATIONS,
+        max_completion_length=TOKENS,
+        max_tool_calling_iterations=guesses,
+        vllm_server_base_url=options.server,
+        weight_sync_steps=1,
+        # Above what the server may be behind, or samples are dropped that could not have been fresher.
+        max_staleness=options.max_lag + 3,
+        # No more games are under way, and no more wait to be learned from, than one step takes.
+        max_inflight_tasks=GENERATIONS * GROUPS,
+        queue_maxsize=GENERATIONS * GROUPS,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **(on_cpu.CONFIG if on_cpu.is_needed() else {}),
+    )

@@ -19,6 +19,7 @@ import torch
 from game import PROMPT, WordleGame
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from deltasync import open_store, restore
 from deltasync.log.log import Log
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--mirror", required=True, type=Path, metavar="FILE")
     parser.add_argument("--run", required=True, type=Path, metavar="FOLDER", help="what trainer.py left")
     options = parser.parse_args()
+    disable_progress_bar()
     report = json.loads((options.run / "report.json").read_text())
     store = open_store(options.feed)
     head = Log(store).require_head()

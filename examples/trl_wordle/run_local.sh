@@ -2,14 +2,19 @@
 # All three hosts on this one: the environment, the vLLM server and the trainer, each in a folder of its own. They share
 # the URL of the store and two HTTP addresses. At the end check.py compares what is served with what was trained.
 #
-#   [OUT=folder] [FEED=url] [PYTHON=…] [VLLM_PYTHON=…] [SERVER_PORT=8000] [ENVIRONMENT_PORT=8001] ./run_local.sh [ARGUMENTS]
+#   ./run_local.sh [ARGUMENTS OF trainer.py]
 #
-# ARGUMENTS are those of trainer.py, such as --steps 20. Whatever happens, nothing is left running.
+# Variables: OUT (folder, trl-wordle-run), FEED (URL, below OUT), PYTHON and VLLM_PYTHON (interpreters with TRL and with
+# vLLM), SERVER_PORT (8000), ENVIRONMENT_PORT (8001). Whatever happens, nothing is left running.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-python=$(command -v "${PYTHON:-python3}") || { echo "error: there is no ${PYTHON:-python3} (set PYTHON)" >&2; exit 1; }
-vllm_python=$(command -v "${VLLM_PYTHON:-$python}") || { echo "error: there is no $VLLM_PYTHON (set VLLM_PYTHON)" >&2; exit 1; }
+: "${PYTHON:=python3}" "${VLLM_PYTHON:=$PYTHON}"
+for each in "$PYTHON" "$VLLM_PYTHON"; do
+  command -v "$each" >/dev/null || { echo "error: there is no $each (set PYTHON and VLLM_PYTHON)" >&2; exit 1; }
+done
+# Each runs in a folder of its own, where a relative path would lead elsewhere.
+python=$(realpath -s "$(command -v "$PYTHON")") vllm_python=$(realpath -s "$(command -v "$VLLM_PYTHON")")
 mkdir -p "${OUT:=trl-wordle-run}"
 out=$(cd "$OUT" && pwd)
 feed=${FEED:-$out/feed}
@@ -82,7 +87,8 @@ if [[ ! -e $out/trainer/wordle-policy ]]; then
   start model trainer "$python" "$here/make_model.py" wordle-policy
   wait "${pids[model]}" || fail model
 fi
-start server server "$vllm_python" "$here/server.py" --feed "$feed" --port "$SERVER_PORT" --mirror "$out/server/mirror.safetensors"
+mirror=$out/server/mirror.safetensors
+start server server "$vllm_python" "$here/server.py" --feed "$feed" --port "$SERVER_PORT" --mirror "$mirror"
 start trainer trainer "$python" "$here/trainer.py" --feed "$feed" --server "$server" --environment "$environment" "$@"
 tail -n +1 -f --pid="${pids[trainer]}" "$out/trainer.log" 9>&- | grep -a --line-buffered '^step ' 9>&- &
 lines=$!
@@ -92,7 +98,6 @@ while is_running trainer; do
 done
 wait "${pids[trainer]}" || fail trainer
 wait "$lines" || true
-start check trainer "$python" "$here/check.py" --feed "$feed" --server "$server" --mirror "$out/server/mirror.safetensors" \
-  --run "$out/trainer/run"
+start check trainer "$python" "$here/check.py" --feed "$feed" --server "$server" --mirror "$mirror" --run run
 wait "${pids[check]}" || fail check
 cat "$out/check.log"

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import threading
 import time
 from dataclasses import asdict
 from functools import partial
@@ -77,6 +78,7 @@ def new_trainer(options: argparse.Namespace, transfer: Any, *, guesses: int) -> 
     # Two hundred numbers a step are for a dashboard, not for a terminal.
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Lines())
+    trainer.add_callback(ReadOn(trainer.rollout_worker))
     return trainer
 
 
@@ -92,6 +94,22 @@ class Lines(TrainerCallback):
                 f"step {state.global_step:4d}  reward {logs['reward']:6.3f}  stale {logs['sample/staleness_mean']:.1f}"
             )
             print(f"{told}  {taken}", flush=True)
+
+
+class ReadOn(TrainerCallback):
+    """Reads what is left in TRL's queues at the end: its rollout process does not end before all is read."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        for left in (self._worker.rollout_buffer, self._worker.metrics_queue):
+            threading.Thread(target=_read_on, args=(left,), daemon=True).start()
+
+
+def _read_on(left: Any) -> None:
+    while True:
+        left.get()
 
 
 def config(options: argparse.Namespace, *, guesses: int) -> AsyncGRPOConfig:

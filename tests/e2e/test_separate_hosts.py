@@ -91,9 +91,9 @@ def ways_amiss(up: dict[str, Host]) -> set[str]:
     ids=["as needed", "trainer and replica", "trainer and environment", "cut"],
 )
 def test_a_link_too_many_or_too_few_is_found(
-    tmp_path: Path, extra: tuple[str, str] | None, without: tuple[str, str] | None, amiss: set[str]
+    extra: tuple[str, str] | None, without: tuple[str, str] | None, amiss: set[str]
 ) -> None:
-    with hosts(tmp_path / "home", *HOSTS) as up:
+    with hosts(*HOSTS) as up:
         connect(up)
         if extra is not None:
             link(up[extra[0]], up[extra[1]])
@@ -105,7 +105,7 @@ def test_a_link_too_many_or_too_few_is_found(
 @pytest.mark.usefixtures("_installed")
 def test_a_run_over_separate_hosts(tmp_path: Path) -> None:
     """A few steps of GRPO on Wordle. What the trainer learns from was made by what it published just before."""
-    with hosts(tmp_path / "home", *HOSTS) as up, programs(tmp_path / "programs") as started:
+    with hosts(*HOSTS) as up, programs(tmp_path / "programs") as started:
         connect(up)
         start(started, up)
         assert ways_amiss(up) == set()

@@ -14,12 +14,14 @@ from deltasync.publishing.events import PublishEvent
 from deltasync.publishing.policy import NEVER
 from deltasync.publishing.publisher import FeedPublisher, PublisherOptions
 from deltasync.replay import load
+from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
-from deltasync.testing.faulty import Fault, Operation
+from deltasync.testing.faulty import Fault, FaultyStore, Operation, never
 from deltasync.verify import verify
 
 LONG_S = 60.0
 """A test that waits for so long has failed."""
+HARD = Fault("refuse", transient=False)
 
 
 def nth(number: int) -> State:
@@ -34,6 +36,16 @@ def publisher(store: Store, **options: Any) -> FeedPublisher:
 
 def publish(to: FeedPublisher, number: int, **options: Any) -> Any:
     return to.publish(Weights.of(nth(number)), step=number, **options)
+
+
+def begun(plan: Any = None, **options: Any) -> tuple[FaultyStore, FeedPublisher]:
+    """A feed whose version 0 is step 0; faults begin afterwards."""
+    store = FaultyStore(MemoryStore())
+    to = publisher(store, **options)
+    publish(to, 0).wait(LONG_S)
+    assert to.wait(LONG_S)
+    store._plan = never if plan is None else plan
+    return store, to
 
 
 def holds(weights: Weights, wanted: State) -> bool:

@@ -167,7 +167,7 @@ def _azurite_program() -> Path:
         return program
     npm = shutil.which("npm")
     if npm is None:
-        pytest.skip("Azurite needs npm, which is not installed")
+        missing("Azurite needs npm, which is not installed")
     # Another test run may install at the same time: the folder appears whole, and the first one stays.
     with tempfile.TemporaryDirectory(dir=sys.prefix, prefix=".azurite-") as building:
         options = ["--no-audit", "--no-fund", "--no-update-notifier", "--prefix", building]

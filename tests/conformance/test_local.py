@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from servers import missing
 
 from deltasync.errors import NotFoundError, StoreError
 from deltasync.store import claiming
@@ -203,7 +204,7 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
     folder.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, check=False)
     if done.returncode != 0:
-        pytest.skip(f"cannot mount a file system here: {done.stderr.decode().strip()}")
+        missing(f"cannot mount a file system here: {done.stderr.decode().strip()}")
     try:
         yield folder
     finally:

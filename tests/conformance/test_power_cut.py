@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from servers import missing
 
 from deltasync.store.local import LocalStore
 
@@ -20,7 +21,7 @@ def loop_mounted(image: Path, folder: Path) -> Iterator[Path]:
     folder.mkdir(exist_ok=True)
     done = subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True, check=False)
     if done.returncode != 0:
-        pytest.skip(f"cannot mount an image here: {done.stderr.decode().strip()}")
+        missing(f"cannot mount an image here: {done.stderr.decode().strip()}")
     try:
         yield folder
     finally:
@@ -30,7 +31,7 @@ def loop_mounted(image: Path, folder: Path) -> Iterator[Path]:
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
     if shutil.which("mkfs.ext4") is None:
-        pytest.skip("there is no mkfs.ext4 here")
+        missing("there is no mkfs.ext4 here")
     path = tmp_path / "disk.img"
     with path.open("wb") as file:
         file.truncate(64 << 20)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from servers import missing
 
 FOLDER = Path(__file__).parent
 PATIENCE_S = 120.0
@@ -89,13 +90,13 @@ def publishing(url: str, output: Path, *options: str) -> Iterator[Publisher]:
 
 @contextmanager
 def mounted(at: Path, *arguments: str | Path) -> Iterator[Path]:
-    """A file system at a new folder; the test is skipped where this process may not mount."""
+    """A file system at a new folder; where this process may not mount, the test is skipped, and in CI it fails."""
     if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("mounting needs root on Linux")
+        missing("mounting needs root on Linux")
     at.mkdir()
     done = run("mount", *arguments, at)
     if done.returncode != 0:
-        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+        missing(f"cannot mount here: {done.stderr.strip()}")
     try:
         yield at
     finally:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from known import head_of, manifests, nth, publish, require_clean, require_exact
 from running import mounted, publishing, run
+from servers import missing
 
 from deltasync.errors import DeltasyncError, StoreError
 from deltasync.store.local import LocalStore
@@ -34,7 +35,7 @@ def disk(folder: Path) -> Iterator[tuple[Path, Path, str]]:
         file.truncate(IMAGE_BYTES)
     done = run("mkfs.ext4", "-q", "-F", "-b", "1024", "-N", "8000", image) if shutil.which("mkfs.ext4") else None
     if done is None or done.returncode != 0:
-        pytest.skip("mkfs.ext4 is not here, or fails")
+        missing("mkfs.ext4 is not here, or fails")
     with mounted(folder / "mounted", "-o", "loop", image) as at:
         yield image, at, Path(run("findmnt", "-n", "-o", "SOURCE", at).stdout.strip()).name
 

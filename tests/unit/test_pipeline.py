@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import State
-from publishing import LONG_S, Gate, Notes, Outage, holds, nth, publish, publisher, require_steps
+from publishing import HARD, LONG_S, Gate, Notes, Outage, begun, holds, nth, publish, publisher, require_steps
 
 from deltasync.errors import ConflictError, InvalidInputError, StoreError
 from deltasync.format import keys
@@ -16,25 +16,11 @@ from deltasync.format.weights import Weights
 from deltasync.log.log import Log
 from deltasync.publishing.capture import capture
 from deltasync.publishing.policy import AnchorPolicy
-from deltasync.publishing.publisher import FeedPublisher
 from deltasync.replay import load
 from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at, at_random, never
 
-HARD = Fault("refuse", transient=False)
-
-
 pytestmark = pytest.mark.usefixtures("no_pauses")
-
-
-def begun(plan: Any = None, **options: Any) -> tuple[FaultyStore, FeedPublisher]:
-    """A feed whose version 0 is step 0; faults begin afterwards."""
-    store = FaultyStore(MemoryStore())
-    to = publisher(store, **options)
-    publish(to, 0).wait(LONG_S)
-    assert to.wait(LONG_S)
-    store._plan = never if plan is None else plan
-    return store, to
 
 
 # Steps that come while step 1 is in flight. Number 0 takes all of it back, number 1 changes nothing.

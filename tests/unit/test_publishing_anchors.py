@@ -1,10 +1,9 @@
 """Anchors that a publisher adds: when they are due, exact while training goes on, and harmless where they fail."""
 
 import logging
-from typing import Any
 
 import pytest
-from publishing import LONG_S, Gate, Notes, Outage, holds, nth, publish, publisher, require_steps
+from publishing import HARD, LONG_S, Gate, Notes, Outage, begun, holds, nth, publish, publisher, require_steps
 
 from deltasync import anchors
 from deltasync.format import keys
@@ -16,22 +15,8 @@ from deltasync.publishing.publisher import FeedPublisher
 from deltasync.replay import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
-from deltasync.testing.faulty import Fault, FaultyStore, never
-
-HARD = Fault("refuse", transient=False)
-
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
-
-
-def begun(plan: Any = None, **options: Any) -> tuple[FaultyStore, FeedPublisher]:
-    """A feed whose version 0 is step 0; faults begin afterwards."""
-    store = FaultyStore(MemoryStore())
-    to = publisher(store, **options)
-    publish(to, 0).wait(LONG_S)
-    assert to.wait(LONG_S)
-    store._plan = never if plan is None else plan
-    return store, to
 
 
 def late_anchors(store: Store) -> list[int]:

@@ -11,7 +11,7 @@ FUZZ_SECONDS ?= 60
 .PHONY: demo test test-e2e lint install bench bench-codec bench-store bench-publish bench-replica bench-trl fuzz format clean
 
 demo: install
-	$(BIN)/deltasync demo
+	cd examples && ../$(BIN)/python -m wordle --out ../deltasync-demo/$$(date +%Y%m%d-%H%M%S)
 
 test: install
 	$(BIN)/python -m pytest -n 2 -m "not e2e"

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import ml_dtypes
 
-from benchmarks.codec_plan import THREADS, Plan, model_pair
+from benchmarks.codec_plan import Plan, model_pair
 from benchmarks.data.files import WEIGHTS_NAME, write_pair
 from benchmarks.data.pair import Pair
 from benchmarks.data.smol import DEFAULT_OUT
@@ -135,17 +135,17 @@ def _clocks(pair: Pair, folder: Folder) -> list[Clock]:
 
     def apply_files() -> None:
         shutil.rmtree(folder.output, ignore_errors=True)
-        oneshot.apply(folder.old, folder.delta, out=folder.output, threads=THREADS)
+        oneshot.apply(folder.old, folder.delta, out=folder.output)
 
     return [
         Clock(
             command=DIFF,
-            in_memory=lambda: oneshot.diff(old, new, threads=THREADS),
-            on_files=lambda: oneshot.diff(folder.old, folder.new, threads=THREADS),
+            in_memory=lambda: oneshot.diff(old, new),
+            on_files=lambda: oneshot.diff(folder.old, folder.new),
         ),
         Clock(
             command=APPLY,
-            in_memory=lambda: oneshot.apply(old, folder.delta, threads=THREADS),
+            in_memory=lambda: oneshot.apply(old, folder.delta),
             on_files=apply_files,
         ),
     ]

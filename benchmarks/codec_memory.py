@@ -52,18 +52,18 @@ def run(plan: Plan) -> Section:
 
 
 def _measure(density: float, shape: Shape) -> list[Peak]:
-    states = states_of(bf16_pair(density, shape=shape, threads=THREADS))
+    states = states_of(bf16_pair(density, shape=shape))
     model = states.old.layout.nbytes
     found: list[Block] = []
-    extra = peak_extra_bytes(lambda: found.extend(blocks.encode_delta(states.old, states.new, threads=THREADS)))
+    extra = peak_extra_bytes(lambda: found.extend(blocks.encode_delta(states.old, states.new)))
     output = sum(len(block.data) for block in found)
     encode = Peak("detect + encode", density, model, extra, output)
-    file = delta_file(states, found, threads=THREADS)
+    file = delta_file(states, found)
     found.clear()
     target = copy_of(states.old)
 
     def decode() -> None:
-        blocks.decode_into(target, states.old, Payload.parse(file).blocks(), threads=THREADS)
+        blocks.decode_into(target, states.old, Payload.parse(file).blocks())
 
     return [encode, Peak("decode + apply", density, model, peak_extra_bytes(decode), 0)]
 

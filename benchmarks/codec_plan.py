@@ -43,7 +43,7 @@ QUICK = Plan(quick=True, model=SMALL, small=TINY, real_steps=1, repeats=2, file_
 def model_pair(shape: Shape) -> Pair:
     """Make the pair that speed and files are measured on, once in a run."""
     say(f"making the synthetic pair at {MODEL_DENSITY:.0%}")
-    return synthetic.bf16_pair(MODEL_DENSITY, shape=shape, threads=THREADS)
+    return synthetic.bf16_pair(MODEL_DENSITY, shape=shape)
 
 
 def data_sets(plan: Plan) -> Iterator[tuple[str, Pair]]:
@@ -52,9 +52,9 @@ def data_sets(plan: Plan) -> Iterator[tuple[str, Pair]]:
     yield from _recorded_pairs()
     yield MODEL, model_pair(plan.model)
     for density in plan.densities:
-        yield DENSITY, synthetic.bf16_pair(density, shape=plan.small, threads=THREADS)
-    yield ELEMENT_TYPE, synthetic.fp8_pair(FP8_DENSITY, shape=plan.small, threads=THREADS)
-    yield ELEMENT_TYPE, synthetic.fp32_pair(shape=plan.small, threads=THREADS)
+        yield DENSITY, synthetic.bf16_pair(density, shape=plan.small)
+    yield ELEMENT_TYPE, synthetic.fp8_pair(FP8_DENSITY, shape=plan.small)
+    yield ELEMENT_TYPE, synthetic.fp32_pair(shape=plan.small)
 
 
 def _real_pairs(plan: Plan) -> Iterator[tuple[str, Pair]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from benchmarks.baselines import BASELINES, Baseline, SizeOnly, self_check
 from benchmarks.bits import Bits
-from benchmarks.codec_plan import DENSITY, MODEL, REAL, THREADS, Plan, data_sets
+from benchmarks.codec_plan import DENSITY, MODEL, REAL, Plan, data_sets
 from benchmarks.data.pair import Pair
 from benchmarks.entropy import Entropy, conditional_entropy
 from benchmarks.report import Row, say
@@ -70,10 +70,10 @@ def run(plan: Plan) -> Section:
 def _measure(stands_for: str, pair: Pair, plan: Plan) -> Sizes:
     say(f"sizes: {pair.name}, {pair.elements / 1e6:.0f} M elements")
     states = states_of(pair)
-    found = blocks.encode_delta(states.old, states.new, threads=THREADS)
-    file = delta_file(states, found, threads=THREADS)
-    plain = delta_file(states, blocks.encode_delta(states.old, states.new, codec=COO, threads=THREADS), threads=THREADS)
-    nbytes = {EXP: len(file), COO: len(plain), DENSE: len(anchor_file(states.new, threads=THREADS))}
+    found = blocks.encode_delta(states.old, states.new)
+    file = delta_file(states, found)
+    plain = delta_file(states, blocks.encode_delta(states.old, states.new, codec=COO))
+    nbytes = {EXP: len(file), COO: len(plain), DENSE: len(anchor_file(states.new))}
     nbytes |= {baseline.name: baseline.pair_bytes(pair) for baseline in _baselines(plan)}
     codecs = Counter(block.codec for block in found)
     return Sizes(
@@ -84,7 +84,7 @@ def _measure(stands_for: str, pair: Pair, plan: Plan) -> Sizes:
         nbytes=nbytes,
         overhead=len(file) - sum(len(block.data) for block in found),
         block_codecs=", ".join(f"{count} {codec}" for codec, count in sorted(codecs.items())),
-        is_exact=all(restores(states, one, threads=THREADS) for one in (file, plain)),
+        is_exact=all(restores(states, one) for one in (file, plain)),
     )
 
 

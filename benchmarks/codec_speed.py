@@ -61,15 +61,15 @@ def run(plan: Plan) -> Section:
 
 def _measure(stages: list[Stage], *, repeats: int) -> Iterator[Speed]:
     memory = fill_memory()
-    plain = [call for threads in THREAD_COUNTS for call in read_calls(memory, threads=threads)]
-    plain += [computing_call(threads=threads) for threads in THREAD_COUNTS]
+    plain = [call for threads in THREAD_COUNTS for call in read_calls(memory)]
+    plain += [computing_call() for threads in THREAD_COUNTS]
     calls = [
         Call(_name(stage, threads), partial(stage.run, threads), stage.nbytes, stage.prepare)
         for stage in stages
         for threads in THREAD_COUNTS
     ]
     timings = time_rounds([*plain, *calls, *plain], repeats=repeats)
-    read_one, read_two = (bandwidth(timings, threads=threads) for threads in THREAD_COUNTS)
+    read_one, read_two = (bandwidth(timings) for threads in THREAD_COUNTS)
     hash_one, hash_two = (timings[computing_name(threads)].best for threads in THREAD_COUNTS)
     for stage in stages:
         one, two = (timings[_name(stage, threads)] for threads in THREAD_COUNTS)

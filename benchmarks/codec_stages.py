@@ -8,12 +8,10 @@ from benchmarks.data.pair import Pair
 from benchmarks.report import say
 from benchmarks.states import States, copy_of, last_tensors, restore, states_of
 from deltasync import blocks
-from deltasync.apply import overwrite
+from deltasync.blocks import detect, overwrite, stretches
 from deltasync.codecs import coo, exp
-from deltasync.detect import detect, stretches
-from deltasync.format.changes import Changes
 from deltasync.format.payload import Block
-from deltasync.format.weights import Weights
+from deltasync.format.weights import Changes, Weights
 
 DETECT_ENCODE = "detect + encode"
 DECODE_APPLY = "decode all, then apply in place"
@@ -50,9 +48,9 @@ def _encode_stages(states: States) -> list[Stage]:
     found = [changes for piece in pieces for changes in detect(old, new, piece)]
     nbytes = old.layout.nbytes
     return [
-        Stage("detect", lambda n: list(blocks.each(lambda p: list(detect(old, new, p)), pieces, threads=n)), nbytes, 2),
-        Stage("encode", lambda n: list(blocks.each(lambda c: exp.encode(old, c), found, threads=n)), nbytes),
-        Stage(DETECT_ENCODE, lambda n: blocks.encode_delta(old, new, threads=n), nbytes, 2),
+        Stage("detect", lambda n: list(blocks.each(lambda p: list(detect(old, new, p)), pieces)), nbytes, 2),
+        Stage("encode", lambda n: list(blocks.each(lambda c: exp.encode(old, c), found)), nbytes),
+        Stage(DETECT_ENCODE, lambda n: blocks.encode_delta(old, new), nbytes, 2),
     ]
 
 
@@ -62,7 +60,7 @@ def _torch_stage(pair: Pair) -> list[Stage]:
     except ModuleNotFoundError as error:
         say(f"speed: {TORCH} is left out: the package {error.name} is missing")
         return []
-    return [Stage(TORCH, lambda n: encode_pair(pair, threads=n), pair.nbytes, 2)]
+    return [Stage(TORCH, lambda n: encode_pair(pair), pair.nbytes, 2)]
 
 
 def _decode_stages(states: States) -> list[Stage]:
@@ -73,10 +71,10 @@ def _decode_stages(states: States) -> list[Stage]:
     nbytes = old.layout.nbytes
     reset = partial(restore, target, old)
     return [
-        Stage("decode", lambda n: list(blocks.decode(old, delta, threads=n)), nbytes),
+        Stage("decode", lambda n: list(blocks.decode(old, delta)), nbytes),
         Stage("apply", lambda n: _overwrite_all(target, found, n), nbytes, prepare=reset),
         Stage(DECODE_APPLY, lambda n: _decode_then_apply(target, delta, n), nbytes, prepare=reset),
-        Stage(DECODE_INTO, lambda n: blocks.decode_into(target, old, delta, threads=n), nbytes, prepare=reset),
+        Stage(DECODE_INTO, lambda n: blocks.decode_into(target, old, delta), nbytes, prepare=reset),
     ]
 
 
@@ -88,7 +86,7 @@ def _coo_stages(states: States) -> list[Stage]:
     return [
         Stage(
             "coo/1 detect + encode",
-            lambda n: blocks.encode_delta(old, new, codec=coo.COO, threads=n),
+            lambda n: blocks.encode_delta(old, new, codec=coo.COO),
             nbytes,
             2,
         ),
@@ -102,7 +100,7 @@ def _coo_stages(states: States) -> list[Stage]:
 
 
 def _digest_stage(weights: Weights) -> Stage:
-    return Stage("state digest", lambda n: blocks.digest(weights, threads=n), weights.layout.nbytes)
+    return Stage("state digest", lambda n: blocks.digest(weights), weights.layout.nbytes)
 
 
 def _anchor_stages(weights: Weights) -> list[Stage]:
@@ -111,20 +109,20 @@ def _anchor_stages(weights: Weights) -> list[Stage]:
     nbytes = part.layout.nbytes
     label = f"(on {nbytes / 1e6:.0f} MB)"
     return [
-        Stage(f"planes/1 anchor encode {label}", lambda n: list(blocks.encode_anchor(part, threads=n)), nbytes),
+        Stage(f"planes/1 anchor encode {label}", lambda n: list(blocks.encode_anchor(part)), nbytes),
         Stage(
             f"planes/1 anchor decode {label}",
-            lambda n: list(blocks.decode(part, anchor, relative=False, threads=n)),
+            lambda n: list(blocks.decode(part, anchor, relative=False)),
             nbytes,
         ),
     ]
 
 
 def _overwrite_all(target: Weights, found: list[Changes], threads: int) -> None:
-    for _ in blocks.each(lambda changes: overwrite(target, changes), found, threads=threads):
+    for _ in blocks.each(lambda changes: overwrite(target, changes), found):
         pass
 
 
 def _decode_then_apply(target: Weights, delta: list[Block], threads: int) -> None:
     """Do what a replica does: nothing is written before everything is decoded and verified."""
-    _overwrite_all(target, list(blocks.decode(target, delta, threads=threads)), threads)
+    _overwrite_all(target, list(blocks.decode(target, delta)), threads)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deltasync.kernels.dispatch import Kernels, kernels
+from deltasync.kernels import Kernels, kernels
 
 Interval = tuple[float, float]
 

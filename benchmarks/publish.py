@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from benchmarks import publish_held, publish_memory, publish_real
 from benchmarks.data.synthetic import QWEN3_0_6B, SMALL, Shape
 from benchmarks.sections import Section, at_least, run_sections
-from deltasync.store.opening import open_store
-from tests.servers import seaweed
+from deltasync.store import open_store
+from tests.support.servers import seaweed
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from benchmarks.publish_held import PUBLISHED, Case, cases
 from benchmarks.publish_ways import State
 from benchmarks.report import Row, say
 from benchmarks.sections import Section, at_most
-from deltasync.publishing.policy import NEVER
 from deltasync.store.local import LocalStore
-from deltasync.trainer.publisher import Publisher
+from deltasync.torch.publisher import Publisher
+from deltasync.trainer.anchoring import AnchorPolicy
 
 SHARE_LIMIT = 0.10
 
@@ -51,7 +51,7 @@ def _measure(shape: Shape, number: int) -> list[Row]:
     for work, do in _WORK.items():
         with (
             tempfile.TemporaryDirectory(prefix="deltasync-bench-") as folder,
-            Publisher(LocalStore(Path(folder)), dtype=PUBLISHED, anchors=NEVER, threads=THREADS) as publisher,
+            Publisher(LocalStore(Path(folder)), dtype=PUBLISHED, anchors=AnchorPolicy(bytes_ratio=None)) as publisher,
         ):
             publisher.publish(case.states[0]).wait()
             publisher.wait()

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from benchmarks.report import Row, say
-from deltasync.log.log import Log
-from deltasync.log.planning import plan
-from deltasync.publishing.events import PublishEvent
-from deltasync.replay import load, replay
+from deltasync.feed.log import Log
+from deltasync.feed.plan import plan
+from deltasync.feed.replay import load, replay
 from deltasync.store.protocol import Store
-from deltasync.trainer.publisher import Publisher
+from deltasync.torch.publisher import Publisher
+from deltasync.trainer.events import PublishEvent
 
 LEARNING_RATE = 3e-6
 TIED = "lm_head.weight"  # an alias of the embedding: a checkpoint leaves it out

@@ -20,9 +20,8 @@ import torch
 
 from benchmarks.report import Row, say
 from benchmarks.sections import Section, at_least, run_sections
-from deltasync.trainer.publisher import Publisher
-from tests.tiny_models import save, tiny_model
-from tests.vllm_servers import PYTHON, ROOT, VllmServer, vllm_server
+from deltasync.torch.publisher import Publisher
+from tests.support.vllm import PYTHON, ROOT, VllmServer, save, tiny_model, vllm_server
 
 QWEN3_06B = {
     "vocab_size": 151_936,

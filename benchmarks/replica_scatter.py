@@ -54,11 +54,11 @@ def _measure(worker: Any, options: argparse.Namespace, folder: Path) -> dict[str
         load_checkpoint_weight_patches,
     )
 
+    from deltasync.blocks import detect, stretches
     from deltasync.checkpoint import open_checkpoint
-    from deltasync.detect import detect, stretches
-    from deltasync.format.changes import tensor_parts
-    from deltasync.serve.vllm.map import EngineMap, Rank
-    from deltasync.serve.vllm.stagefile import write_stage
+    from deltasync.format.weights import tensor_parts
+    from deltasync.vllm.stage import write_stage
+    from deltasync.vllm.target import EngineMap, Rank
 
     runtime = worker.weight_transfer_engine.runtime
     model = worker.model_runner.get_model()

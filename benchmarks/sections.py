@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from benchmarks.report import Row, print_table, say, write_results
-from deltasync.kernels.dispatch import kernels
+from deltasync.kernels import kernels
 
 _Plan = TypeVar("_Plan")
 

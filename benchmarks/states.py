@@ -8,8 +8,7 @@ import numpy as np
 from benchmarks.bits import Bits
 from benchmarks.data.pair import Pair
 from deltasync import blocks
-from deltasync.format.dtypes import DTYPES
-from deltasync.format.layout import Layout, TensorSpec
+from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.payload import Block, Payload, PayloadHeader, write_payload
 from deltasync.format.weights import Weights
 
@@ -54,22 +53,22 @@ def last_tensors(weights: Weights, *, nbytes: int) -> Weights:
 
 def delta_file(states: States, found: list[Block], *, threads: int) -> bytes:
     """Give the whole payload file of a delta."""
-    parent = blocks.digest(states.old, threads=threads)
+    parent = blocks.digest(states.old)
     digest = sum((block.digest for block in found), parent)
     return write_payload(PayloadHeader("delta", states.old.layout, parent, digest), found)
 
 
 def anchor_file(weights: Weights, *, threads: int) -> bytes:
     """Give the whole payload file of an anchor: all weights, compressed."""
-    found = list(blocks.encode_anchor(weights, threads=threads))
-    digest = blocks.digest(weights, threads=threads)
+    found = list(blocks.encode_anchor(weights))
+    digest = blocks.digest(weights)
     return write_payload(PayloadHeader("anchor", weights.layout, None, digest), found)
 
 
 def restores(states: States, file: bytes, *, threads: int) -> bool:
     """Tell whether a delta file makes exactly the new state of a copy of the old one."""
     target = copy_of(states.old)
-    blocks.decode_into(target, states.old, Payload.parse(file).blocks(), threads=threads)
+    blocks.decode_into(target, states.old, Payload.parse(file).blocks())
     return is_equal(target, states.new)
 
 

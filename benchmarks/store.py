@@ -20,21 +20,20 @@ from obstore.store import S3Store
 
 from benchmarks.machine import Call, Timing, time_rounds
 from benchmarks.report import Row, print_table, say, write_results
-from deltasync.anchors import put_anchor
+from deltasync.feed.fetch import fetch
+from deltasync.feed.log import Log
+from deltasync.feed.replay import load
+from deltasync.feed.writer import Writer
 from deltasync.format.digest import StateDigest
-from deltasync.format.dtypes import DTYPES
-from deltasync.format.layout import Layout, TensorSpec
+from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.weights import Weights
-from deltasync.log.log import Log
-from deltasync.log.payloads import fetch
-from deltasync.log.writer import Writer
-from deltasync.replay import load
+from deltasync.store import open_store
 from deltasync.store.memory import MemoryStore
-from deltasync.store.opening import open_store
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import FaultyStore
-from tests.servers import seaweed
+from deltasync.trainer.version import put_anchor
+from tests.support.servers import seaweed
 
 PAYLOAD_BYTES = 64 << 20
 ANCHOR_ELEMENTS = 596_049_920

@@ -22,9 +22,9 @@ import torch
 
 from benchmarks.report import Row, say
 from benchmarks.sections import Section, at_most, run_sections
-from deltasync import open_store, publish_checkpoint
-from tests.servers import free_port
-from tests.vllm_servers import PYTHON, ROOT, stop
+from deltasync import open_store, publish
+from tests.support.servers import free_port
+from tests.support.vllm import PYTHON, ROOT, stop
 
 EXAMPLE = ROOT / "examples" / "trl_wordle"
 SETTLE = 2
@@ -105,13 +105,13 @@ def run(plan: Plan, folder: Path) -> tuple[list[dict[str, float]], Switched]:
     from make_model import make_model
     from training import new_trainer
 
-    from deltasync.trainer.trl import DeltaSyncTransfer
+    from deltasync.trl import DeltasyncTransfer
 
     say("making the model")
     os.chdir(folder)
     make_model(Path("wordle-policy"))
     feed, ports = str(folder / "feed"), [free_port(), free_port()]
-    publish_checkpoint(open_store(feed), "wordle-policy")
+    publish(open_store(feed), "wordle-policy")
     options = argparse.Namespace(
         feed=feed,
         server=f"http://127.0.0.1:{ports[0]}",
@@ -125,7 +125,7 @@ def run(plan: Plan, folder: Path) -> tuple[list[dict[str, float]], Switched]:
     server = [PYTHON, EXAMPLE / "server.py", "--feed", feed, "--port", str(ports[0])]
     game = [sys.executable, EXAMPLE / "environment.py", "--port", str(ports[1])]
     with started(server, folder / "server"), started(game, folder / "environment"):
-        transfer = DeltaSyncTransfer(feed, max_lag=options.max_lag, timeout_s=300, dtype=torch.bfloat16)
+        transfer = DeltasyncTransfer(feed, max_lag=options.max_lag, timeout_s=300, dtype=torch.bfloat16)
         switched = Switched(transfer, steps=plan.steps)
         trainer = new_trainer(options, switched, guesses=GUESSES)
         say("waiting for the server")

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from deltasync.following.events import Advance
-from deltasync.following.follower import Follower
-from deltasync.serve.folder import FolderTarget
-from deltasync.trainer.publisher import Publisher
-from deltasync.trainer.transformers import model_files
+from deltasync.replica.events import Advance
+from deltasync.replica.folder import FolderTarget
+from deltasync.replica.follower import Follower
+from deltasync.torch.publisher import Publisher
+from deltasync.transformers import model_files
 
 STEPS = 5
 
@@ -57,17 +57,17 @@ def main(url: str, folder: Path) -> None:
     files, target = model_files(trained, dtype=torch.bfloat16), FolderTarget(current)
     with (
         Publisher(url, dtype=torch.bfloat16, files=files) as publisher,
-        Follower(url, mirror=folder / "mirror", observer=switched) as follower,
+        Follower(url, target, mirror=folder / "mirror", observer=switched) as follower,
     ):
         publisher.publish(trained, step=0).wait()
-        follower.advance(target)
+        follower.advance()
         for step in range(1, STEPS + 1):
             trained(input_ids=rows, labels=rows).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             publisher.publish(trained, step=step).wait()
             # In its own process a replica would call follow(), which looks for versions by itself.
-            follower.advance(target)
+            follower.advance()
 
     loaded = engine.model.state_dict()
     exact = all(torch.equal(loaded[name], weight.bfloat16()) for name, weight in trained.state_dict().items())

@@ -61,7 +61,7 @@ def main(url: str | None, folder: Path) -> bool:
     for step, checkpoint in enumerate(training(folder)):
         started = time.perf_counter()
         # `parent` saves rebuilding the last version from the feed; it is checked all the same.
-        version = deltasync.publish_checkpoint(feed, checkpoint, step=step, parent=before)
+        version = deltasync.publish(feed, checkpoint, step=step, parent=before)
         seconds = time.perf_counter() - started
         size = checkpoint.stat().st_size
         changed = "all" if version.changed is None else f"{version.changed / version.elements:.2%}"
@@ -75,7 +75,7 @@ def main(url: str | None, folder: Path) -> bool:
 
     found = deltasync.verify(feed, deep=True)
     restored = deltasync.restore(feed, folder / "rebuilt")
-    exact = deltasync.state_digest(folder / "rebuilt") == deltasync.state_digest(checkpoint)
+    exact = deltasync.digest(folder / "rebuilt") == deltasync.digest(checkpoint)
     console.print(f"verify --deep: {'clean' if found.is_clean else 'DAMAGED'}, {len(found.restorable)} versions")
     console.print(f"version {restored.version} rebuilt exactly: {'yes' if exact else 'NO'} (digest {restored.digest})")
     return exact and found.is_clean

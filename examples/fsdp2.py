@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import deltasync
-from deltasync.trainer.sharded import ShardedPublisher
+from deltasync.torch.sharded import ShardedPublisher
 
 STEPS = 5
 

@@ -14,9 +14,9 @@ import huggingface_hub
 import torch
 
 import deltasync
-from deltasync.following.follower import Follower
-from deltasync.serve.module import ModuleTarget
-from deltasync.trainer.publisher import Publisher
+from deltasync.replica.follower import Follower
+from deltasync.torch.module import ModuleTarget
+from deltasync.torch.publisher import Publisher
 
 STEPS = 5
 
@@ -32,7 +32,7 @@ def main(url: str) -> None:
     trained, served = new_model(), new_model().bfloat16()
     optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-6)
     target = ModuleTarget(served)
-    with Publisher(url, dtype=torch.bfloat16) as publisher, Follower(url) as follower:
+    with Publisher(url, dtype=torch.bfloat16) as publisher, Follower(url, target) as follower:
         for step in range(STEPS + 1):
             if step > 0:
                 batch = torch.randn(32, 256)
@@ -41,7 +41,7 @@ def main(url: str) -> None:
                 optimizer.zero_grad()
             publisher.publish(trained, step=step).wait()
             # In its own process a replica would call follow(), which looks for versions by itself.
-            print(follower.advance(target))
+            print(follower.advance())
 
     exact = all(torch.equal(served.state_dict()[n], w.bfloat16()) for n, w in trained.state_dict().items())
     clean = deltasync.verify(deltasync.open_store(url), deep=True).is_clean

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 import deltasync
-from deltasync.following.events import Advance
-from deltasync.following.follower import Follower
-from deltasync.serve.module import ModuleTarget
-from deltasync.trainer.publisher import Publisher
+from deltasync.replica.events import Advance
+from deltasync.replica.follower import Follower
+from deltasync.torch.module import ModuleTarget
+from deltasync.torch.publisher import Publisher
 
 STEPS = 10
 
@@ -52,8 +52,8 @@ def replica(name: str, url: str, out: Path) -> None:
         if advance.version == STEPS:
             follower.stop()
 
-    with Follower(url, replica=name, observer=moved) as follower:
-        follower.follow(ModuleTarget(model))
+    with Follower(url, ModuleTarget(model), replica=name, observer=moved) as follower:
+        follower.follow()
     save_file(model.state_dict(), out)
 
 
@@ -70,7 +70,7 @@ def main(url: str, folder: Path) -> None:
 
     exact = True
     for name, out in live.items():
-        equal = out.exists() and deltasync.state_digest(out) == head.digest
+        equal = out.exists() and deltasync.digest(out) == head.digest
         print(f"{name} has version {head.version} of the trainer, bit for bit: {'yes' if equal else 'NO'}")
         exact &= equal
     if not exact:

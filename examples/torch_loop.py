@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import deltasync
-from deltasync.trainer.publisher import Publisher
+from deltasync.torch.publisher import Publisher
 
 STEPS = 10
 

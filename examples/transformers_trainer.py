@@ -18,8 +18,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import deltasync
-from deltasync.log.log import Log
-from deltasync.trainer.transformers import DeltaSyncCallback, What
+from deltasync.feed.log import Log
+from deltasync.transformers import DeltasyncCallback, What
 
 STEPS = 5
 
@@ -47,7 +47,7 @@ def train(model: torch.nn.Module, what: What, url: str, folder: Path) -> None:
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
     # A trainer does not tell its callbacks of an error: the `with` gives back the feed in any case.
-    with DeltaSyncCallback(url, what=what, wait=True) as callback:
+    with DeltasyncCallback(url, what=what, wait=True) as callback:
         Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
 
 

@@ -26,10 +26,10 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl_wordle import on_cpu
 
 import deltasync
-from deltasync.format.records import Heartbeat
-from deltasync.log.log import Log
-from deltasync.trainer.transformers import model_files
-from deltasync.trainer.trl import DeltaSyncTransfer
+from deltasync.feed.log import Log
+from deltasync.format.sealed import Heartbeat
+from deltasync.transformers import model_files
+from deltasync.trl import DeltasyncTransfer
 
 STEPS, MAX_LAG = 12, 1
 VOCABULARY, PROMPT_TOKENS, COMPLETION_TOKENS, GENERATIONS = 32, 4, 8, 4
@@ -178,9 +178,9 @@ def main() -> None:
 
 def train(
     url: str, folder: Path, tokenizer: PreTrainedTokenizerFast, rollouts: Rollouts
-) -> tuple[AsyncGRPOTrainer, DeltaSyncTransfer]:
+) -> tuple[AsyncGRPOTrainer, DeltasyncTransfer]:
     """What a training script does: a transfer, a trainer, and the two attached to each other."""
-    transfer = DeltaSyncTransfer(
+    transfer = DeltasyncTransfer(
         url,
         max_lag=MAX_LAG,
         files=model_files(AutoModelForCausalLM.from_pretrained(folder / "model"), tokenizer),

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from deltasync import retrying
-from deltasync.kernels.dispatch import VARIABLE, available, kernels
+from deltasync.kernels import VARIABLE, available, kernels
+from deltasync.store import retry
 
 
 @pytest.fixture(params=available())
@@ -20,5 +20,5 @@ def every_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failing store is asked again at once."""
-    monkeypatch.setattr(retrying, "_BACKOFF_FIRST_S", 0.001)
-    monkeypatch.setattr(retrying, "_BACKOFF_MOST_S", 0.002)
+    monkeypatch.setattr(retry, "_BACKOFF_FIRST_S", 0.001)
+    monkeypatch.setattr(retry, "_BACKOFF_MOST_S", 0.002)

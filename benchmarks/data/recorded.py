@@ -20,9 +20,9 @@ from pathlib import Path
 from benchmarks.data.files import read_pair, write_checkpoint
 from benchmarks.data.pair import Pair
 from benchmarks.data.smol import DEFAULT_OUT
-from deltasync.log.log import Log
-from deltasync.replay import load
-from deltasync.store.opening import open_store
+from deltasync.feed.log import Log
+from deltasync.feed.replay import load
+from deltasync.store import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "recorded"
@@ -64,8 +64,8 @@ def run_demo(folder: Path) -> str:
 
 def run_trl(folder: Path) -> str:
     """Run the TRL example; its feed."""
-    from tests.servers import free_port
-    from tests.vllm_servers import PYTHON
+    from tests.support.servers import free_port
+    from tests.support.vllm import PYTHON
 
     environment = {
         **os.environ,

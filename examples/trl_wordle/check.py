@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from deltasync import open_store, restore
-from deltasync.log.log import Log
+from deltasync.feed.log import Log
 
 MOST_APART = 0.03
 """In log-probability, in the mean. The server computes with bfloat16, and in another order."""

@@ -16,8 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
-
-from deltasync.demo.wordle import GREEN, GREY, LETTERS, REFUSED, YELLOW, Games, Wordle, bundled_words, letters_of
+from wordle.wordle import GREEN, GREY, LETTERS, REFUSED, YELLOW, Games, Wordle, bundled_words, letters_of
 
 WORDS = tuple(sorted(bundled_words()))[::8]
 GUESSES = 4

@@ -20,8 +20,7 @@ from game import PROMPT, WordleGame
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl.chat_template_utils import qwen3_instruct_2507_chat_template
-
-from deltasync.demo.wordle import GREEN, marks
+from wordle.wordle import GREEN, marks
 
 STEPS, GAMES, LR, HEEDS = 150, 32, 5e-3, 0.6
 """The imitation: games in each step, and the share of guesses that fit all marks so far."""

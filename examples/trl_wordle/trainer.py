@@ -13,7 +13,7 @@ from pathlib import Path
 
 from checks import environment_at, require_model, wait_for_server
 
-from deltasync import open_store, publish_checkpoint
+from deltasync import open_store, publish
 from deltasync.errors import DeltasyncError
 
 
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
     game = environment_at(options.environment)
     store = open_store(options.feed)
     # A feed of another model is refused here.
-    publish_checkpoint(store, options.model, step=0)
+    publish(store, options.model, step=0)
     store.close()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Not before: loading TRL takes as long as all of the above, and the server comes up meanwhile.

@@ -17,8 +17,8 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from versions import Account, follow_versions
 
-from deltasync.publishing.events import PublishEvent
-from deltasync.trainer.trl import DeltaSyncTransfer
+from deltasync.trainer.events import PublishEvent
+from deltasync.trl import DeltasyncTransfer
 
 GAMES, GENERATIONS, GROUPS = 1000, 8, 4
 """Games of the dataset; how often each is played, to be compared; how many of them a step learns from."""
@@ -32,7 +32,7 @@ class Training:
     def __init__(self, options: argparse.Namespace, *, guesses: int) -> None:
         self._out: Path = options.out
         self._published: list[PublishEvent] = []
-        transfer = DeltaSyncTransfer(
+        transfer = DeltasyncTransfer(
             options.feed,
             max_lag=options.max_lag,
             timeout_s=options.wait_s,

@@ -1,55 +1,52 @@
-"""One-shot use, without any feed or store: the change between two states, and a state plus a change.
+"""diff, apply, digest and inspect: two states and a payload, without a feed or a store.
 
-A state is a dict of NumPy arrays (ml_dtypes for bfloat16 and float8), or the path of a checkpoint: a folder or a
-single safetensors file.
+A state is a dict of NumPy arrays (ml_dtypes for bfloat16 and float8), or the path of a checkpoint: a folder or a single
+safetensors file.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deltasync import blocks
-from deltasync.checkpoint import open_checkpoint
-from deltasync.checkpoint_output import write_checkpoint_like
+from deltasync.checkpoint import open_checkpoint, write_checkpoint_like
 from deltasync.errors import InvalidInputError, MismatchError, NotFoundError
 from deltasync.files import reader
 from deltasync.format.digest import StateDigest
-from deltasync.format.layout import TensorSpec
-from deltasync.format.payload import Payload, PayloadHeader, payload_chunks
+from deltasync.format.layout import Layout, TensorSpec
+from deltasync.format.payload import BlockInfo, Kind, Payload, PayloadHeader, payload_chunks
+from deltasync.format.sealed import FORMAT
 from deltasync.format.weights import Weights
-from deltasync.progress import Progress, counting
+from deltasync.parallel import Progress, counting
 
 PathLike = str | os.PathLike[str]
 State = Mapping[str, np.ndarray] | PathLike
 Delta = bytes | bytearray | memoryview | PathLike
 
 
-def diff(
-    old: State, new: State, *, codec: str = "exp/1", threads: int | None = None, progress: Progress | None = None
-) -> bytes:
+def diff(old: State, new: State, *, codec: str = "exp/1", progress: Progress | None = None) -> bytes:
     """The delta that turns `old` into `new`: a payload, to be stored or sent as a file.
 
     `codec` is "exp/1" (smallest) or "coo/1" (plain indices and values). MismatchError names the first tensor whose
     name, type or shape differs.
     """
-    return b"".join(diff_chunks(old, new, codec=codec, threads=threads, progress=progress))
+    return b"".join(diff_chunks(old, new, codec=codec, progress=progress))
 
 
 def diff_chunks(
-    old: State, new: State, *, codec: str = "exp/1", threads: int | None = None, progress: Progress | None = None
+    old: State, new: State, *, codec: str = "exp/1", progress: Progress | None = None
 ) -> Iterator[bytes | memoryview]:
     """The bytes of `diff` in pieces, for a file."""
     before, after = _weights_of(old, "old"), _weights_of(new, "new")
     before.layout.require_equal(after.layout, ours=_called(old, "old"), theirs=_called(new, "new"))
     total = before.layout.elements
-    parent = blocks.digest(before, threads=threads, on_progress=counting(progress, "digest", total))
-    found = blocks.encode_delta(
-        before, after, codec=codec, threads=threads, on_progress=counting(progress, "encode", total)
-    )
+    parent = blocks.digest(before, on_progress=counting(progress, "digest", total))
+    found = blocks.encode_delta(before, after, codec=codec, on_progress=counting(progress, "encode", total))
     digest = sum((block.digest for block in found), parent)
     return payload_chunks(PayloadHeader("delta", before.layout, parent, digest), found)
 
@@ -59,7 +56,6 @@ def apply(
     delta: Delta,
     *,
     out: PathLike | None = None,
-    threads: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, np.ndarray]:
     """The state that `delta` (the bytes of a payload, or its path) makes of `old`, which stays as it is.
@@ -75,24 +71,24 @@ def apply(
     with open_payload(delta) as payload:
         if out is None:
             before = _weights_of(old, "old")
-            _require_parent(before, payload.header, old, threads, progress)
+            _require_parent(before, payload.header, old, progress)
             after = Weights(before.layout, tuple(array.copy() for array in before.arrays))
-            _decode_into(after, before, payload, threads, progress)
+            _decode_into(after, before, payload, progress)
             return _arrays(after, old)
         if isinstance(old, Mapping):
             raise InvalidInputError("only a checkpoint can be written to a path", hint="leave out `out`")
         checkpoint = open_checkpoint(old)
-        _require_parent(checkpoint.weights, payload.header, old, threads, progress)
+        _require_parent(checkpoint.weights, payload.header, old, progress)
         write_checkpoint_like(
-            checkpoint, out, lambda target: _decode_into(target, checkpoint.weights, payload, threads, progress)
+            checkpoint, out, lambda target: _decode_into(target, checkpoint.weights, payload, progress)
         )
         return {}
 
 
-def state_digest(state: State, *, threads: int | None = None, progress: Progress | None = None) -> StateDigest:
+def digest(state: State, *, progress: Progress | None = None) -> StateDigest:
     """The state digest: equal digests mean equal names, types, shapes and bits (by accident, not by malice)."""
     weights = _weights_of(state, "")
-    return blocks.digest(weights, threads=threads, on_progress=counting(progress, "digest", weights.layout.elements))
+    return blocks.digest(weights, on_progress=counting(progress, "digest", weights.layout.elements))
 
 
 @contextmanager
@@ -110,9 +106,7 @@ def open_payload(source: Delta) -> Iterator[Payload]:
         yield Payload.open(reader(file.fileno()), os.fstat(file.fileno()).st_size)
 
 
-def _require_parent(
-    before: Weights, header: PayloadHeader, old: State, threads: int | None, progress: Progress | None
-) -> None:
+def _require_parent(before: Weights, header: PayloadHeader, old: State, progress: Progress | None) -> None:
     if header.kind == "shard":
         raise InvalidInputError(
             "this is one shard of an anchor", hint="`deltasync restore` puts a feed's anchors together"
@@ -120,7 +114,7 @@ def _require_parent(
     before.layout.require_equal(header.layout, ours=_called(old, "old"), theirs="the delta")
     if header.parent_digest is None:
         return
-    found = blocks.digest(before, threads=threads, on_progress=counting(progress, "digest", before.layout.elements))
+    found = blocks.digest(before, on_progress=counting(progress, "digest", before.layout.elements))
     if found != header.parent_digest:
         raise MismatchError(
             f"{_called(old, 'old')} has the digest {found}, but the delta was made against {header.parent_digest}",
@@ -129,15 +123,12 @@ def _require_parent(
         )
 
 
-def _decode_into(
-    target: Weights, before: Weights, payload: Payload, threads: int | None, progress: Progress | None
-) -> None:
+def _decode_into(target: Weights, before: Weights, payload: Payload, progress: Progress | None) -> None:
     blocks.decode_into(
         target,
         before,
         payload.blocks(),
         relative=payload.header.kind == "delta",
-        threads=threads,
         on_progress=counting(progress, "apply", sum(info.elements for info in payload.block_infos)),
     )
 
@@ -184,3 +175,149 @@ def _numpy_dtype(spec: TensorSpec) -> np.dtype[Any]:
     if name in ("BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0"):
         return np.dtype(spec.dtype.bits_dtype)
     return np.dtype(f"<{name[0].lower()}{spec.dtype.width}")
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSummary:
+    """All blocks of one codec."""
+
+    codec: str
+    blocks: int
+    elements: int
+    changed: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSummary:
+    """One block: `first` is where it begins (tensor name, flat index), `tensors` how many it touches."""
+
+    codec: str
+    first: tuple[str, int]
+    tensors: int
+    elements: int
+    changed: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSummary:
+    """One tensor. `changed` is None where it shares a block with others: the index counts changes by block."""
+
+    spec: TensorSpec
+    blocks: int
+    changed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Summary of a checked payload. The bytes of its blocks are not read."""
+
+    kind: Kind
+    layout: Layout
+    parent_digest: StateDigest | None
+    digest: StateDigest
+    nbytes: int
+    codecs: tuple[CodecSummary, ...]
+    blocks: tuple[BlockSummary, ...]
+    tensors: tuple[TensorSummary, ...]
+
+    @property
+    def changed(self) -> int:
+        return sum(b.changed for b in self.blocks)
+
+    @property
+    def bits_per_changed(self) -> float | None:
+        """Bits of the whole file for each changed element; None if nothing changed."""
+        return 8 * self.nbytes / self.changed if self.changed else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "kind": self.kind,
+            "layout_sha256": self.layout.sha256,
+            "parent_digest": None if self.parent_digest is None else self.parent_digest.hex,
+            "digest": self.digest.hex,
+            "bytes": self.nbytes,
+            "elements": self.layout.elements,
+            "changed": self.changed,
+            "bits_per_changed": self.bits_per_changed,
+            "codecs": [_counts(c) for c in self.codecs],
+            "blocks": [{"first": list(b.first), "tensors": b.tensors, **_counts(b)} for b in self.blocks],
+            "tensors": [
+                {
+                    "name": t.spec.name,
+                    "dtype": t.spec.dtype.name,
+                    "shape": list(t.spec.shape),
+                    "blocks": t.blocks,
+                    "changed": t.changed,
+                }
+                for t in self.tensors
+            ],
+        }
+
+
+def inspect(payload: Delta) -> Inspection:
+    """Summarise a payload, given as its bytes or its path. Every rule that needs no weights is checked."""
+    with open_payload(payload) as opened:
+        return _summary(opened)
+
+
+def _summary(payload: Payload) -> Inspection:
+    header, infos = payload.header, payload.block_infos
+    return Inspection(
+        kind=header.kind,
+        layout=header.layout,
+        parent_digest=header.parent_digest,
+        digest=header.digest,
+        nbytes=payload.nbytes,
+        codecs=_codecs(infos),
+        blocks=tuple(_block(header.layout, info) for info in infos),
+        tensors=_tensors(header.layout, infos),
+    )
+
+
+def _codecs(infos: Sequence[BlockInfo]) -> tuple[CodecSummary, ...]:
+    by_codec: dict[str, list[BlockInfo]] = {}
+    for info in infos:
+        by_codec.setdefault(info.codec, []).append(info)
+    return tuple(
+        CodecSummary(
+            codec,
+            len(group),
+            sum(i.elements for i in group),
+            sum(i.changed for i in group),
+            sum(i.nbytes for i in group),
+        )
+        for codec, group in sorted(by_codec.items())
+    )
+
+
+def _block(layout: Layout, info: BlockInfo) -> BlockSummary:
+    ordinal, start, _ = info.runs[0].tolist()
+    touched = len(set(info.runs[:, 0].tolist()))
+    first = (layout.tensors[ordinal].name, start)
+    return BlockSummary(info.codec, first, touched, info.elements, info.changed, info.nbytes)
+
+
+def _tensors(layout: Layout, infos: Sequence[BlockInfo]) -> tuple[TensorSummary, ...]:
+    counts: list[int] = [0] * len(layout.tensors)
+    changed: list[int | None] = [0] * len(layout.tensors)
+    for info in infos:
+        touched = set(info.runs[:, 0].tolist())
+        for ordinal in touched:
+            counts[ordinal] += 1
+            before = changed[ordinal]
+            shared = before is None or (len(touched) > 1 and info.changed > 0)
+            changed[ordinal] = None if shared or before is None else before + info.changed
+    return tuple(TensorSummary(*row) for row in zip(layout.tensors, counts, changed, strict=True))
+
+
+def _counts(summary: CodecSummary | BlockSummary) -> dict[str, Any]:
+    return {
+        "codec": summary.codec,
+        **({"blocks": summary.blocks} if isinstance(summary, CodecSummary) else {}),
+        "elements": summary.elements,
+        "changed": summary.changed,
+        "bytes": summary.nbytes,
+    }

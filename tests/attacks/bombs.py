@@ -12,17 +12,30 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE.parent / "vectors"))
 
-from crafting import numbers  # noqa: E402
-from helpers import Pieces, mutated  # noqa: E402
+from support.helpers import (  # noqa: E402
+    Pieces,
+    mutated,
+    numbers,
+)
 
 from deltasync.format import limits  # noqa: E402
-from deltasync.format.digest import StateDigest, layout_digest  # noqa: E402
-from deltasync.format.dtypes import DTYPES  # noqa: E402
-from deltasync.format.layout import Layout, TensorSpec  # noqa: E402
-from deltasync.format.payload import Block, PayloadHeader, write_payload  # noqa: E402
+from deltasync.format.digest import (  # noqa: E402
+    StateDigest,
+    layout_digest,
+)
+from deltasync.format.layout import (  # noqa: E402
+    DTYPES,
+    Layout,
+    TensorSpec,
+)
+from deltasync.format.payload import (  # noqa: E402
+    Block,
+    PayloadHeader,
+    write_payload,
+)
 from deltasync.format.safetensors import header_bytes  # noqa: E402
-from deltasync.kernels import sequence  # noqa: E402
-from deltasync.kernels.wire import varint  # noqa: E402
+from deltasync.kernels import rans  # noqa: E402
+from deltasync.kernels.rans import varint  # noqa: E402
 
 FULL = limits.BLOCK_ELEMENTS_MAX
 
@@ -108,15 +121,15 @@ def zeros(dtype: str) -> Callable[[Path], None]:
 def one_block(dtype: str, codec: str, data: bytes) -> Callable[[Path], object]:
     """A delta of zeros, with one block over all of them that promises another digest than it gives."""
     layout = layout_of(dtype)
-    parent, gained = layout_digest(layout), StateDigest(1, 1)
-    block = Block(codec, np.array([[0, 0, FULL]]), FULL, gained, data)
-    header = PayloadHeader("delta", layout, parent, parent + gained)
+    parent, digest_delta = layout_digest(layout), StateDigest(1, 1)
+    block = Block(codec, np.array([[0, 0, FULL]]), FULL, digest_delta, data)
+    header = PayloadHeader("delta", layout, parent, parent + digest_delta)
     return lambda path: path.write_bytes(write_payload(header, [block]))
 
 
 def constant_planes(dtype: str) -> bytes:
     """Planes of one symbol, which costs nothing: the block is as short as it is for a single element."""
-    one = sequence.encode_symbols(np.ones(1, np.uint8), [1])
+    one = rans.encode_symbols(np.ones(1, np.uint8), [1])
     return (b"\1" + one) * DTYPES[dtype].width
 
 

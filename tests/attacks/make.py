@@ -19,14 +19,21 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE.parent / "vectors"))
 
-from helpers import Pieces, mutated  # noqa: E402
 from negative import NEW, OLD, good_block  # noqa: E402
+from support.helpers import Pieces, mutated  # noqa: E402
 
 from deltasync import blocks  # noqa: E402
 from deltasync.format.digest import StateDigest  # noqa: E402
-from deltasync.format.dtypes import DTYPES  # noqa: E402
-from deltasync.format.layout import Layout, TensorSpec  # noqa: E402
-from deltasync.format.payload import Block, PayloadHeader, write_payload  # noqa: E402
+from deltasync.format.layout import (  # noqa: E402
+    DTYPES,
+    Layout,
+    TensorSpec,
+)
+from deltasync.format.payload import (  # noqa: E402
+    Block,
+    PayloadHeader,
+    write_payload,
+)
 from deltasync.format.weights import Weights  # noqa: E402
 
 Change = Callable[[Pieces], object]

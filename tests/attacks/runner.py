@@ -19,7 +19,7 @@ from typing import Any
 import deltasync
 from deltasync.cli.main import main
 from deltasync.errors import DeltasyncError
-from deltasync.kernels.dispatch import kernels
+from deltasync.kernels import kernels
 
 MEGABYTE = 1 << 20
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import servers
-from hub import Hub, hub
+from support import servers
+from support.hub import Hub, hub
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from servers import Server
+from support.servers import Server
 
 STALL_S = 5.0
 

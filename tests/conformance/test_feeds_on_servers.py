@@ -4,17 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import servers
-from helpers import State, changed, same_bits, state, write_sharded
-from hub import Hub
 from safetensors.numpy import load_file
+from support import servers
+from support.helpers import State, changed, same_bits, state, write_sharded
+from support.hub import Hub
 
 import deltasync
 from deltasync import ConflictError, NotFoundError, Store, StoreError
+from deltasync.feed.log import Log
+from deltasync.feed.writer import Writer
 from deltasync.format import keys
-from deltasync.format.records import LeaseRecord
-from deltasync.log.log import Log
-from deltasync.log.writer import Writer
+from deltasync.format.sealed import LeaseRecord
 
 VERSIONS = 5
 
@@ -34,7 +34,7 @@ def published(store: Store, folder: Path) -> list[State]:
     for step, each in enumerate(found):
         checkpoint = folder / f"checkpoint-{step}"
         write_sharded(checkpoint, each)
-        manifest = deltasync.publish_checkpoint(store, checkpoint, step=step, anchor=step == 3)
+        manifest = deltasync.publish(store, checkpoint, step=step, anchor=step == 3)
         assert manifest.version == step
     return found
 
@@ -60,7 +60,7 @@ def use(store: Store, folder: Path) -> None:
         deltasync.restore(store, folder / "gone", version=1)
     following = changed(known[-1], seed=77)
     write_sharded(folder / "following", following)
-    assert deltasync.publish_checkpoint(store, folder / "following").version == VERSIONS
+    assert deltasync.publish(store, folder / "following").version == VERSIONS
     assert same_bits(restored(store, VERSIONS, folder), following)
 
 
@@ -78,7 +78,7 @@ def test_the_bucket_must_exist(standin: Hub, tmp_path: Path) -> None:
     store = deltasync.open_store("hf://buckets/user/none/run-1")
     write_sharded(tmp_path / "checkpoint", states()[0])
     with pytest.raises(StoreError) as caught:
-        deltasync.publish_checkpoint(store, tmp_path / "checkpoint")
+        deltasync.publish(store, tmp_path / "checkpoint")
     assert caught.value.hint is not None
 
 
@@ -90,11 +90,11 @@ def test_a_batch_that_fails_half_way(bucket: Store, standin: Hub, tmp_path: Path
     refused = f"run-1/{keys.version_key(VERSIONS)}"
     standin.refused[refused] = "not today"
     with pytest.raises(StoreError, match="not today"):
-        deltasync.publish_checkpoint(bucket, tmp_path / "following")
+        deltasync.publish(bucket, tmp_path / "following")
     assert Log(bucket).require_head().version == VERSIONS - 1
     assert deltasync.verify(bucket, deep=True).is_clean
     del standin.refused[refused]
-    assert deltasync.publish_checkpoint(bucket, tmp_path / "following").version == VERSIONS
+    assert deltasync.publish(bucket, tmp_path / "following").version == VERSIONS
     assert same_bits(restored(bucket, VERSIONS, tmp_path), following)
 
 

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from servers import missing
+from support.servers import missing
 
 from deltasync.errors import NotFoundError, StoreError
-from deltasync.store import claiming
+from deltasync.store import local
 from deltasync.store.local import LEFTOVER_AGE_S, LocalStore
 
 NOBODY = 65534
@@ -159,7 +159,7 @@ def test_without_hard_links_a_rename_that_refuses_to_replace(
 
 def test_with_neither_a_create_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", raiser(errno.EPERM))
-    monkeypatch.setattr(claiming, "_RENAME_NOREPLACE", 1 << 20)
+    monkeypatch.setattr(local, "_RENAME_NOREPLACE", 1 << 20)
     with pytest.raises(StoreError, match="neither hard links nor exclusive renames"):
         LocalStore(tmp_path).create("key", b"1")
     assert names_below(tmp_path) == []

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from deltasync.errors import InvalidInputError
-from deltasync.store.checks import KEY_CHARS_MAX, is_key
+from deltasync.store import open_store
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
-from deltasync.store.opening import open_store
+from deltasync.store.protocol import KEY_CHARS_MAX, is_key
 
 S3 = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-value"}
 AZURE = {"AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_ACCOUNT_KEY": "c2VjcmV0LXZhbHVl"}
@@ -114,7 +114,7 @@ def test_settings_that_make_no_sense(url: str, environment: dict[str, str], monk
 
 
 def test_feeds_in_folders_need_no_client_of_a_cloud() -> None:
-    code = "import sys, deltasync.store.opening; sys.exit('obstore' in sys.modules or 'huggingface_hub' in sys.modules)"
+    code = "import sys, deltasync.store; sys.exit('obstore' in sys.modules or 'huggingface_hub' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

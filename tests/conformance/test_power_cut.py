@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from servers import missing
+from support.servers import missing
 
 from deltasync.store.local import LocalStore
 

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import servers
 from lossy_proxy import Proxy, proxied
+from support import servers
 
 from deltasync.errors import StoreError
+from deltasync.feed.writer import probe_fencing
+from deltasync.store import open_store
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
-from deltasync.store.opening import open_store
-from deltasync.store.probe import probe_fencing
 from deltasync.store.protocol import Capabilities, Data
 
 

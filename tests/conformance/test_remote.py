@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator
 
 import obstore
 import pytest
-import servers
 from lossy_proxy import Proxy, proxied
+from support import servers
 
 from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError, StoreError
-from deltasync.store import remote
-from deltasync.store.opening import open_store
+from deltasync.feed.fetch import get_whole
+from deltasync.store import open_store, remote
 from deltasync.store.protocol import Store
 from deltasync.store.remote import PART_BYTES, RemoteStore
-from deltasync.store.transfer import get_whole
 
 pytestmark = pytest.mark.e2e
 

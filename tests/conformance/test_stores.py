@@ -4,9 +4,9 @@ import secrets
 from pathlib import Path
 
 import pytest
-import servers
+from support import servers
 
-from deltasync.store.opening import open_store
+from deltasync.store import open_store
 from deltasync.store.protocol import Store
 from deltasync.testing.conformance import StoreConformance
 

@@ -44,10 +44,10 @@ def stacked_experts(old: str, new: str) -> dict[str, Any]:
     import torch
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
+    from deltasync.blocks import detect, stretches
     from deltasync.checkpoint import open_checkpoint
-    from deltasync.detect import detect, stretches
-    from deltasync.serve.vllm.map import EngineMap, Rank
-    from deltasync.serve.vllm.stagefile import write_stage
+    from deltasync.vllm.stage import write_stage
+    from deltasync.vllm.target import EngineMap, Rank
 
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
     CPUUnquantizedExperts.apply = lambda self, output, *args, **kwargs: output.zero_()

@@ -9,13 +9,13 @@ import argparse
 import torch
 import torch.distributed as dist
 from sharded_trainer import gathered
-from tiny_models import tiny_model
+from support.vllm import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import TrainerControl, TrainerState
 
-from deltasync.trainer.publisher import Publisher
-from deltasync.trainer.transformers import DeltaSyncCallback
+from deltasync.torch.publisher import Publisher
+from deltasync.transformers import DeltasyncCallback
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     tokens = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(1))
     state, control = TrainerState(is_world_process_zero=dist.get_rank() == 0), TrainerControl()
     with (
-        DeltaSyncCallback(options.feed, dtype=torch.bfloat16) as callback,
+        DeltasyncCallback(options.feed, dtype=torch.bfloat16) as callback,
         Publisher(options.reference, dtype=torch.bfloat16, wait=True) as reference,
     ):
         callback.on_train_begin(None, state, control, model=model)

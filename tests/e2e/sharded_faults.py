@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from deltasync.errors import DeltasyncError
+from deltasync.feed.writer import Writer
 from deltasync.format.manifest import Manifest
-from deltasync.log.writer import Writer
-from deltasync.store.opening import open_store
+from deltasync.store import open_store
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Fault, FaultyStore, Operation
-from deltasync.trainer.sharded import ShardedPublisher
+from deltasync.torch.sharded import ShardedPublisher
 
 FAULTS = ("none", "kill", "hang", "refuse", "lose", "tensor", "step", "fence")
 

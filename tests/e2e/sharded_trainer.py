@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from deltasync.trainer.names import named_tensors
-from deltasync.trainer.publisher import Publisher
-from deltasync.trainer.sharded import ShardedPublisher
+from deltasync.torch.publisher import Publisher
+from deltasync.torch.sharded import ShardedPublisher
+from deltasync.torch.tensors import named_tensors
 
 VOCABULARY = 65
 

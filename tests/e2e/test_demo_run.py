@@ -16,18 +16,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from hub import hub
-from servers import Server, free_port, seaweed
+from support.hub import hub
+from support.servers import Server, free_port, seaweed
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from wordle.board import Board
+from wordle.policy import VOCABULARY, loaded_policy
+from wordle.processes import Processes
+from wordle.run import Director, prepare
+from wordle.settings import Settings
 
 import deltasync
-from deltasync.demo.board import Board
-from deltasync.demo.policy import VOCABULARY, loaded_policy
-from deltasync.demo.processes import Processes
-from deltasync.demo.run import Director, prepare
-from deltasync.demo.settings import Settings
 from deltasync.errors import EngineError, InvalidInputError
-from deltasync.log.log import Log
+from deltasync.feed.log import Log
 
 pytestmark = pytest.mark.e2e
 
@@ -78,7 +78,7 @@ def children(out: Path) -> list[int]:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if any(b"deltasync.demo." in word for word in words) and any(str(out).encode() in word for word in words):
+            if any(b"wordle." in word for word in words) and any(str(out).encode() in word for word in words):
                 found.append(int(entry.name))
     return found
 
@@ -173,7 +173,7 @@ def test_whole_run(
         assert deltasync.restore(store, tmp_path / "last").version == found["head"]
         # All replicas left for good.
         assert Log(store).heartbeats() == []
-    assert deltasync.state_digest(tmp_path / "last").hex == found["digests"]["trainer"]
+    assert deltasync.digest(tmp_path / "last").hex == found["digests"]["trainer"]
     assert (tmp_path / "last" / "config.json").is_file()
     assert [row["step"] for row in found["rows"]] == list(range(steps + 1))
     assert all(row["reward"] is not None and row["age"] >= 0 for row in found["rows"][1:])
@@ -286,7 +286,7 @@ def test_refused_at_once(case: str, tmp_path: Path, s3: Server) -> None:
             for name, value in environment.items():
                 patch.setenv(name, value)
             model = save_policy(tmp_path / "model")
-            deltasync.publish_checkpoint(deltasync.open_store(s3.url("old")), model, step=0)
+            deltasync.publish(deltasync.open_store(s3.url("old")), model, step=0)
     elif case in ("no torch", "no transformers"):
         without = case.removeprefix("no ")
     with demo(out, *options.split(), environment=environment, without=without) as process:

@@ -13,13 +13,13 @@ from typing import Literal
 
 import pytest
 import torch
-from hub import hub
 from safetensors.torch import save_file
-from servers import seaweed
+from support.hub import hub
+from support.servers import seaweed
 
-from deltasync.log.log import Log
-from deltasync.store.opening import open_store
-from deltasync.verify import verify
+from deltasync.feed.log import Log
+from deltasync.feed.verify import verify
+from deltasync.store import open_store
 
 pytestmark = pytest.mark.e2e
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import save, tiny_model
-from training_feed import training_feed
-from vllm_servers import CORE, PYTHON, require_vllm
+from support.vllm import CORE, PYTHON, require_vllm, save, tiny_model, training_feed
 
 pytestmark = pytest.mark.e2e
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from servers import missing, seaweed
+from support.servers import missing, seaweed
 
 from benchmarks.publish_real import TIED, real_steps
-from deltasync.restore import restore
-from deltasync.store.opening import open_store
+from deltasync.feed.replay import restore
+from deltasync.feed.verify import verify
+from deltasync.store import open_store
 from deltasync.store.protocol import Store
-from deltasync.trainer.publisher import Publisher
-from deltasync.verify import verify
+from deltasync.torch.publisher import Publisher
 
 pytestmark = pytest.mark.e2e
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_programs import Programs, programs
-from namespaces import Host, cut, hosts, link
-from servers import missing
-from vllm_servers import CORE, PYTHON, require_vllm
+from support.hosts import Host, Programs, cut, hosts, link, programs
+from support.servers import missing
+from support.vllm import CORE, PYTHON, require_vllm
 
 pytestmark = pytest.mark.e2e
 

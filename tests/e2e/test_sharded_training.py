@@ -15,10 +15,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from deltasync.checkpoint import open_checkpoint
-from deltasync.log.log import Log
-from deltasync.restore import restore
+from deltasync.feed.log import Log
+from deltasync.feed.replay import restore
+from deltasync.feed.verify import verify
 from deltasync.store.local import LocalStore
-from deltasync.verify import verify
 
 pytestmark = pytest.mark.e2e
 

@@ -16,13 +16,12 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from servers import free_port
-from tiny_models import save, tiny_model
-from vllm_servers import CORE, require_vllm
-from vllm_servers import PYTHON as VLLM_PYTHON
+from support.servers import free_port
+from support.vllm import CORE, require_vllm, save, tiny_model
+from support.vllm import PYTHON as VLLM_PYTHON
 
 import deltasync
-from deltasync.log.log import Log
+from deltasync.feed.log import Log
 
 pytestmark = pytest.mark.e2e
 
@@ -149,7 +148,7 @@ def other_feed(folder: Path) -> str:
     """A feed of another model."""
     url = str(folder / "other-feed")
     other = save(tiny_model("qwen3", num_hidden_layers=3), folder / "other")
-    deltasync.publish_checkpoint(deltasync.open_store(url), other)
+    deltasync.publish(deltasync.open_store(url), other)
     return url
 
 

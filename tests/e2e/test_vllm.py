@@ -9,10 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from answers import PROMPTS, answers, assert_made_by_their_label, versions_of
-from tiny_models import VOCABULARY, tiny_model
-from training_feed import TrainingFeed, training_feed
-from vllm_servers import TOKEN, Response, VllmServer, require_vllm, vllm_server
+from support.vllm import (
+    PROMPTS,
+    TOKEN,
+    VOCABULARY,
+    Response,
+    TrainingFeed,
+    VllmServer,
+    answers,
+    assert_made_by_their_label,
+    require_vllm,
+    tiny_model,
+    training_feed,
+    versions_of,
+    vllm_server,
+)
 
 pytestmark = pytest.mark.e2e
 

@@ -10,12 +10,24 @@ from http.client import HTTPException
 from pathlib import Path
 
 import pytest
-from answers import PROMPTS, answers, assert_made_by_their_label, versions_of
 from conformance.lossy_proxy import proxied
-from servers import seaweed
-from tiny_models import tiny_model
-from training_feed import TrainingFeed, training_feed
-from vllm_servers import Response, VllmServer, kill, require_vllm, start_vllm, vllm_server, wait_up
+from support.servers import seaweed
+from support.vllm import (
+    PROMPTS,
+    Response,
+    TrainingFeed,
+    VllmServer,
+    answers,
+    assert_made_by_their_label,
+    kill,
+    require_vllm,
+    start_vllm,
+    tiny_model,
+    training_feed,
+    versions_of,
+    vllm_server,
+    wait_up,
+)
 
 pytestmark = pytest.mark.e2e
 

@@ -15,21 +15,12 @@ class Later:
     def __init__(self, work: Callable[[], Any]) -> None:
         self.result = work
 
-    def cancel(self) -> None:
-        pass
+    def cancel(self) -> bool:
+        return False
 
 
 class InlineExecutor:
     """Stands in for a pool of threads."""
-
-    def __init__(self, *args: object, **options: object) -> None:
-        pass
-
-    def __enter__(self) -> "InlineExecutor":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
 
     def submit(self, work: Callable[..., Any], /, *args: Any) -> Later:
         return Later(partial(work, *args))
@@ -38,4 +29,6 @@ class InlineExecutor:
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations on the store come in the same order each time, so that a number means the same. Quicker, too."""
-    monkeypatch.setattr(parallel, "ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr(parallel._pools, "computing", InlineExecutor)
+    monkeypatch.setattr(parallel._pools, "waiting", InlineExecutor)
+    monkeypatch.setattr(parallel, "wait", lambda unfinished: None)

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from helpers import State, changed, state, write_sharded
+from support.helpers import State, changed, state, write_sharded
 
 from deltasync import blocks
 from deltasync.errors import StoreError
+from deltasync.feed.log import Log
+from deltasync.feed.plan import plan
+from deltasync.feed.replay import load, replay
+from deltasync.feed.verify import Verification, verify
+from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.payload import PayloadHeader, write_payload
 from deltasync.format.weights import Weights
-from deltasync.log.log import Log
-from deltasync.log.planning import plan
-from deltasync.log.writer import Writer
-from deltasync.publish import publish_checkpoint
-from deltasync.replay import load, replay
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Capabilities, Data, Store
-from deltasync.verify import Verification, verify
+from deltasync.trainer.checkpoint import publish as publish_checkpoint
 
 _folder = tempfile.TemporaryDirectory(prefix="deltasync-checkpoints-")
 
@@ -65,7 +65,7 @@ def publish(store: Store, n: int, make: Callable[[int], State] = nth, **options:
     """Weights number `n` as the next version; `base=True` names them instead."""
     if options.pop("base", False):
         options["base"] = BaseRef(str(checkpoint(n, make)))
-    return publish_checkpoint(store, checkpoint(n, make), step=n, threads=1, **options)
+    return publish_checkpoint(store, checkpoint(n, make), step=n, **options)
 
 
 def copy_of(store: Store, kind: type[MemoryStore] = MemoryStore) -> MemoryStore:
@@ -103,12 +103,12 @@ def require_exact(store: Store, states: Mapping[int, State], versions: Iterable[
     """Every version (or each of `versions`) gives the very bits that were published."""
     log = Log(store)
     for version in states if versions is None else versions:
-        assert holds(load(log, log.read(version), threads=1), states[version]), f"version {version} has other bits"
+        assert holds(load(log, log.read(version)), states[version]), f"version {version} has other bits"
 
 
 def require_clean(store: Store) -> Verification:
     """`verify --deep` finds nothing."""
-    found = verify(store, deep=True, threads=1)
+    found = verify(store, deep=True)
     assert found.is_clean, (found.damages, found.lost)
     return found
 
@@ -135,7 +135,7 @@ class Author:
         found = self.writer.open()
         assert found is not None, "the feed has no version to go on from"
         self.head = found
-        self.weights = load(self.writer.log, found, threads=1)
+        self.weights = load(self.writer.log, found)
 
     def commit(self, new: State) -> Manifest:
         """The next version, as a delta."""
@@ -151,13 +151,13 @@ class Author:
         log = self.writer.log
         found = log.head(after=self.head.version)
         if found is not None:
-            replay(log, plan(log, found, start=self.head.version), self.weights, threads=1)
+            replay(log, plan(log, found, start=self.head.version), self.weights)
             self.head = found
 
 
 def change(writer: Writer, parent: Manifest, old: Weights, version: int, new: Weights) -> Manifest:
     """The manifest of a delta, or of a skip, whose payload is put and which is not committed."""
-    found = blocks.encode_delta(old, new, threads=1)
+    found = blocks.encode_delta(old, new)
     digest = sum((block.digest for block in found), parent.digest)
     header = PayloadHeader("delta", new.layout, parent.digest, digest, version)
     return replace(

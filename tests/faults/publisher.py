@@ -10,12 +10,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from helpers import write_sharded
 from known import nth
+from support.helpers import write_sharded
 
-from deltasync.log.log import Log
-from deltasync.publish import publish_checkpoint
-from deltasync.store.opening import open_store
+from deltasync.feed.log import Log
+from deltasync.store import open_store
+from deltasync.trainer.checkpoint import publish as publish_checkpoint
 
 
 def publish_for_ever(url: str) -> None:
@@ -25,7 +25,7 @@ def publish_for_ever(url: str) -> None:
     while True:
         with tempfile.TemporaryDirectory() as folder:
             write_sharded(Path(folder), nth(version))
-            found = publish_checkpoint(store, folder, step=version, anchor=version % 5 == 4, threads=1)
+            found = publish_checkpoint(store, folder, step=version, anchor=version % 5 == 4)
         assert found.version == version
         tell(str(version))
         version += 1

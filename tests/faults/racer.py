@@ -4,11 +4,11 @@ import json
 import sys
 from dataclasses import asdict, dataclass, field
 
-from helpers import State, changed
 from known import Author, nth
+from support.helpers import State, changed
 
 from deltasync.errors import ConflictError
-from deltasync.store.opening import open_store
+from deltasync.store import open_store
 from deltasync.store.protocol import Store
 
 

@@ -3,8 +3,8 @@
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from deltasync.following.follower import Follower
-from deltasync.serve.folder import FolderTarget
+from deltasync.replica.folder import FolderTarget
+from deltasync.replica.follower import Follower
 
 
 def run(folder: str, url: str, *, is_mapped: bool, stop_at: int | None, has_begun: Event) -> None:
@@ -12,9 +12,9 @@ def run(folder: str, url: str, *, is_mapped: bool, stop_at: int | None, has_begu
     target = FolderTarget(Path(folder) / "model")
     mirror = Path(folder) / "mirror" if is_mapped else None
     has_begun.set()
-    with Follower(url, mirror=mirror, replica="one", beat_s=0.05, threads=1) as replica:
+    with Follower(url, target, mirror=mirror, replica="one", beat_s=0.05) as replica:
         if stop_at is None:
-            replica.follow(target)
+            replica.follow()
         else:
-            replica.advance(target, to=stop_at)
-            assert replica.scrub(target) == []
+            replica.advance(to=stop_at)
+            assert replica.scrub() == []

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from servers import missing
+from support.servers import missing
 
 FOLDER = Path(__file__).parent
 PATIENCE_S = 120.0

@@ -7,7 +7,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from helpers import State
 from known import (
     UnfencedStore,
     add_skip,
@@ -23,14 +22,15 @@ from known import (
     require_whole,
     widened,
 )
+from support.helpers import State
 
-from deltasync import anchors
 from deltasync.errors import ConflictError, StoreError
+from deltasync.feed.prune import ORPHAN_S, plan_prune, prune
 from deltasync.format import keys
-from deltasync.prune import ORPHAN_S, plan_prune, prune
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at, at_random
+from deltasync.trainer import version as anchors
 
 
 @dataclass(frozen=True, slots=True)

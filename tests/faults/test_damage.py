@@ -3,21 +3,21 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from helpers import State
 from known import add_skip, copy_of, holds, manifests, nth, publish
+from support.helpers import State
 
-from deltasync import anchors
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
+from deltasync.feed.fetch import fetch_files
+from deltasync.feed.log import Log
+from deltasync.feed.prune import plan_prune, prune
+from deltasync.feed.replay import load
+from deltasync.feed.verify import Verification, verify
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest, PayloadRef
-from deltasync.log.log import Log
-from deltasync.log.payloads import fetch_files
-from deltasync.prune import plan_prune, prune
-from deltasync.replay import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Fault, FaultyStore, at
-from deltasync.verify import Verification, verify
+from deltasync.trainer import version as anchors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,7 +96,7 @@ def require_refused_or_exact(store: Store, found: Verification) -> set[int]:
     for version in range(1, 7):
         try:
             target = log.read(version)
-            weights = load(log, target, threads=1)
+            weights = load(log, target)
             fetch_files(store, target)
         except REFUSED:
             continue
@@ -117,11 +117,11 @@ def require_not_worse(store: Store, exact: set[int]) -> None:
         assert manifests(store) == before
     else:
         assert published.version == max(versions) + 1
-        assert holds(load(Log(store), published, threads=1), STATES[7])
+        assert holds(load(Log(store), published), STATES[7])
     assert before.items() <= manifests(store).items()
     log = Log(store)
     for version in exact:
-        assert holds(load(log, log.read(version), threads=1), STATES[version])
+        assert holds(load(log, log.read(version)), STATES[version])
 
 
 def cases() -> Iterator[tuple[str, str]]:
@@ -142,7 +142,7 @@ def test_damage_is_found_and_refused(feed: MemoryStore, kind: str, how: str) -> 
         store.delete(key)
     else:
         store.put(key, (ALTERED | ALTERED_PAYLOAD)[how](store.get(key)))
-    found = verify(store, deep=True, threads=1)
+    found = verify(store, deep=True)
     if how != "deleted" or kind in DELETION_IS_DAMAGE:
         assert not found.is_clean
         assert names(found, key)
@@ -180,7 +180,7 @@ def test_every_byte_of_a_manifest(feed: MemoryStore, kind: str) -> None:
     for place in range(0, len(data), STRIDE):
         store = copy_of(feed)
         store.put(key, data[:place] + bytes([data[place] ^ (1 << place % 7)]) + data[place + 1 :])
-        found = verify(store, deep=True, threads=1)
+        found = verify(store, deep=True)
         assert not found.is_clean, f"byte {place} of {key}"
         assert names(found, key)
         if place % (5 * STRIDE) == 0:
@@ -201,12 +201,12 @@ def test_bytes_that_flip_on_the_way(feed: MemoryStore) -> None:
     """Whatever is read wrong once: exact bits or an error that says so, and the next attempt is fine."""
     counting = FaultyStore(copy_of(feed))
     log = Log(counting)
-    load(log, log.require_head(), threads=1)
+    load(log, log.require_head())
     exact = 0
     for k in range(1, len(counting.operations) + 1):
         log = Log(FaultyStore(feed, at(k, Fault("flip"))))
         try:
-            weights = load(log, log.require_head(), threads=1)
+            weights = load(log, log.require_head())
         except REFUSED:
             continue
         assert holds(weights, STATES[6])
@@ -223,5 +223,5 @@ def test_flips_while_publishing_commit_nothing_wrong(feed: MemoryStore) -> None:
             publish(FaultyStore(store, at(k, Fault("flip"))), 7)
         except DeltasyncError:
             publish(store, 7)
-        assert verify(store, deep=True, threads=1).is_clean
-        assert holds(load(Log(store), Log(store).require_head(), threads=1), STATES[7])
+        assert verify(store, deep=True).is_clean
+        assert holds(load(Log(store), Log(store).require_head()), STATES[7])

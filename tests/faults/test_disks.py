@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers import State
 from known import head_of, manifests, nth, publish, require_clean, require_exact, require_whole
 from running import mounted, run
+from support.helpers import State
 
 from deltasync.errors import StoreError
+from deltasync.store import open_store
 from deltasync.store.local import LocalStore
-from deltasync.store.opening import open_store
 
 PAGE_BYTES = 4096
 

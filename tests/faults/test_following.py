@@ -6,19 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feeds import Feed, same_weights
-from publishing import Gate
-from replicas import LONG_S, Moves, TorchTarget, fetched, follower, following
+from support.feeds import Feed, same_weights
+from support.publishing import Gate
+from support.replicas import LONG_S, Moves, TorchTarget, fetched, follower, following
 
-from deltasync import anchors, retrying
 from deltasync.checkpoint import open_checkpoint
-from deltasync.following import follower as follower_module
-from deltasync.following import loop, mirror, reading
-from deltasync.following.follower import Follower
 from deltasync.format import keys
-from deltasync.serve.folder import FolderTarget
+from deltasync.replica import follower as follower_module
+from deltasync.replica import loop
+from deltasync.replica import mirror as mirror
+from deltasync.replica import mirror as reading
+from deltasync.replica.folder import FolderTarget
+from deltasync.replica.follower import Follower
+from deltasync.store import retry
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, Operation, at, at_random
+from deltasync.trainer import version as anchors
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +29,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anchors, "SHARD_ELEMENTS", 1)
     monkeypatch.setattr(follower_module, "_PATIENCE_S", 0.01)
     for name in ("_BACKOFF_FIRST_S", "_BACKOFF_MOST_S"):
-        monkeypatch.setattr(retrying, name, 0.001)
+        monkeypatch.setattr(retry, name, 0.001)
     for name in ("_POLL_FIRST_S", "_POLL_MOST_S", "_OUTAGE_MOST_S"):
         monkeypatch.setattr(loop, name, 0.001)
 
@@ -47,13 +50,13 @@ class Replica:
     """A follower with a mirror in a file and a folder as target; `die` lets go of both as the end of a process does."""
 
     def __init__(self, store: Store, folder: Path) -> None:
-        self.follower: Follower = follower(store, mirror=folder / "mirror", replica="one", beat_s=0.0)
         self.target = FolderTarget(folder / "model")
+        self.follower: Follower = follower(store, self.target, mirror=folder / "mirror", replica="one", beat_s=0.0)
 
     def live(self) -> None:
         """The head in several moves: from nothing, by a skip and deltas, back, and on by an anchor."""
         for version in (1, 4, 2, None):
-            self.follower.advance(self.target, to=version)
+            self.follower.advance(to=version)
 
     def die(self) -> None:
         self.follower._held.close()
@@ -76,10 +79,10 @@ def require_recovery(feed: Feed, folder: Path, store: Store | None = None) -> No
     """Another process goes on, and ends at the head."""
     require_whole(feed, folder)
     again = Replica(feed.store if store is None else store, folder)
-    again.follower.advance(again.target)
+    again.follower.advance()
     assert again.target.version == 6
     assert same_weights(open_checkpoint(folder / "model").weights, feed.states[6])
-    assert again.follower.scrub(again.target) == []
+    assert again.follower.scrub() == []
     again.die()
 
 
@@ -169,7 +172,7 @@ def test_an_error_at_every_operation(kind: Any, is_transient: bool, feed: Feed, 
         with suppress(*ERRORS):
             replica.live()
         require_shown(replica, feed)
-        replica.follower.advance(replica.target)
+        replica.follower.advance()
         assert replica.target.version == 6
         require_shown(replica, feed)
         replica.die()
@@ -197,8 +200,8 @@ def test_one_operation_in_five_fails(seed: int, faults: list[Fault]) -> None:
     feed, moves = Feed.of(1), Moves()
     store = FaultyStore(feed.store, at_random(0.2, faults, seed=seed))
     target = TorchTarget(feed.states[0].layout)
-    replica = follower(store, observer=moves, beat_s=0.0)
-    with following(replica, target) as raised:
+    replica = follower(store, target, observer=moves, beat_s=0.0)
+    with following(replica) as raised:
         for version in range(1, 15):
             feed.delta()
             if version % 5 == 0:
@@ -215,9 +218,9 @@ def test_a_store_that_stalls_holds_up_nothing_else() -> None:
     feed, moves = Feed.of(2), Moves()
     target = TorchTarget(feed.states[0].layout)
     gate = Gate("get_range", feed.payload_keys(feed.log.read(1))[0])
-    replica = follower(FaultyStore(feed.store, gate), observer=moves)
-    replica.advance(target, to=0)
-    with following(replica, target) as raised:
+    replica = follower(FaultyStore(feed.store, gate), target, observer=moves)
+    replica.advance(to=0)
+    with following(replica) as raised:
         gate.await_operation()
         status = replica.status()
         assert (status.version, status.head, status.is_following) == (0, 1, True)
@@ -241,9 +244,10 @@ def test_a_store_that_dies_in_the_middle_of_an_anchor(feed: Feed) -> None:
         return Fault("refuse") if is_dead.is_set() and not is_back.is_set() else None
 
     moves, store = Moves(), FaultyStore(feed.store, dies)
-    target, replica = TorchTarget(feed.states[0].layout), follower(store, observer=moves)
+    target = TorchTarget(feed.states[0].layout)
+    replica = follower(store, target, observer=moves)
     replica.pin(0)
-    with following(replica, target) as raised:
+    with following(replica) as raised:
         assert is_dead.wait(LONG_S)
         count = len(store.operations)
         while len(store.operations) < count + 30:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import servers
 from known import head_of, nth, require_clean, require_exact
 from running import publishing
+from support import servers
 
+from deltasync.feed.log import Log
 from deltasync.format import keys
-from deltasync.log.log import Log
-from deltasync.store.opening import open_store
+from deltasync.store import open_store
 
 pytestmark = pytest.mark.e2e
 

@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from replicas import Moves, TorchTarget, follower, following
+from support.publishing import NEVER
+from support.replicas import Moves, TorchTarget, follower, following
 from training import Run
 
+from deltasync.feed.log import Log
+from deltasync.feed.replay import load
 from deltasync.format.layout import Layout
-from deltasync.log.log import Log
-from deltasync.publishing.policy import NEVER, AnchorPolicy
-from deltasync.replay import load
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import FaultyStore
-from deltasync.trainer.publisher import Publisher
-from deltasync.trainer.tensors import TorchWeights
+from deltasync.torch.publisher import Publisher
+from deltasync.torch.tensors import TorchWeights
+from deltasync.trainer.anchoring import AnchorPolicy
 
 STEPS = 12
 
@@ -28,7 +29,7 @@ def train(store: Store, folder: Path, *, policy: AnchorPolicy = NEVER) -> Counte
     """Publish every step of a training run; the trainer's operations on the store, by verb."""
     torch.set_num_threads(1)
     counting, training = FaultyStore(store), Run(folder)
-    with Publisher(counting, dtype=torch.bfloat16, anchors=policy, threads=1) as publisher:
+    with Publisher(counting, dtype=torch.bfloat16, anchors=policy) as publisher:
         for _ in range(STEPS):
             training.train()
             publisher.publish(training.model, step=training.step).wait(60)
@@ -48,12 +49,10 @@ def test_eight_replicas_beside_a_trainer(is_local: bool, tmp_path: Path) -> None
     moves = [Moves() for _ in targets]
     with ExitStack() as stack:
         replicas = [
-            stack.enter_context(follower(store, observer=told, replica=f"replica-{i}", beat_s=0.05))
-            for i, told in enumerate(moves)
+            stack.enter_context(follower(store, target, observer=told, replica=f"replica-{i}", beat_s=0.05))
+            for i, (target, told) in enumerate(zip(targets, moves, strict=True))
         ]
-        raised = [
-            stack.enter_context(following(replica, target)) for replica, target in zip(replicas, targets, strict=True)
-        ]
+        raised = [stack.enter_context(following(replica)) for replica in replicas]
         beside = train(store, tmp_path)
         head = Log(store).require_head()
         assert head.version == STEPS - 1
@@ -63,7 +62,7 @@ def test_eight_replicas_beside_a_trainer(is_local: bool, tmp_path: Path) -> None
         assert beats == {f"replica-{i}" for i in range(8)}
     assert not any(raised)
     assert beside == alone, "what the trainer does does not depend on who reads"
-    wanted = load(Log(store), head, threads=1)
+    wanted = load(Log(store), head)
     for target in targets:
         assert target.version == head.version
         assert target.holds(wanted)
@@ -83,16 +82,17 @@ def test_replicas_come_and_go_while_versions_are_anchored(tmp_path: Path) -> Non
                 if Log(store).head() is None:
                     continue
                 target = TorchTarget(layout)
-                with follower(store) as replica:
-                    replica.advance(target)
+                with follower(store, target) as replica:
+                    replica.advance()
                     version = target.version
-                if version is None or not target.holds(load(Log(store), Log(store).read(version), threads=1)):
+                if version is None or not target.holds(load(Log(store), Log(store).read(version))):
                     wrong.append(f"version {version}")
         except BaseException as error:  # noqa: BLE001 - told below
             wrong.append(repr(error))
 
     visitors = [threading.Thread(target=visit, args=(seed,)) for seed in (1, 2)]
-    sleeper, slept = TorchTarget(layout), follower(store)
+    sleeper = TorchTarget(layout)
+    slept = follower(store, sleeper)
     for visitor in visitors:
         visitor.start()
     try:
@@ -102,6 +102,6 @@ def test_replicas_come_and_go_while_versions_are_anchored(tmp_path: Path) -> Non
         for visitor in visitors:
             visitor.join(60)
     assert not wrong
-    slept.advance(sleeper, to=0)
-    slept.advance(sleeper)
-    assert sleeper.holds(load(Log(store), Log(store).require_head(), threads=1))
+    slept.advance(to=0)
+    slept.advance()
+    assert sleeper.holds(load(Log(store), Log(store).require_head()))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from known import head_of, manifests, nth, publish, require_clean, require_exact
 from running import mounted, publishing, run
-from servers import missing
+from support.servers import missing
 
 from deltasync.errors import DeltasyncError, StoreError
 from deltasync.store.local import LocalStore

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from helpers import State, write_sharded
 from known import (
     add_skip,
     copy_of,
@@ -21,19 +20,20 @@ from known import (
     require_exact,
     widened,
 )
+from support.helpers import State, write_sharded
 
+from deltasync.feed.log import Log
+from deltasync.feed.plan import plan
+from deltasync.feed.prune import LIVE_S, plan_prune, prune
+from deltasync.feed.replay import replay
 from deltasync.format import keys
-from deltasync.format.records import FloorRecord, Heartbeat
+from deltasync.format.sealed import FloorRecord, Heartbeat
 from deltasync.format.weights import Weights
-from deltasync.log.log import Log
-from deltasync.log.planning import plan
-from deltasync.prune import LIVE_S, plan_prune, prune
-from deltasync.publish import publish_checkpoint
-from deltasync.replay import replay
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
-from deltasync.store.protocol import Store
+from deltasync.store.protocol import Store, WrapperStore
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
+from deltasync.trainer.checkpoint import publish as publish_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,7 +84,7 @@ def require_way_on(grown: Grown, version: int, floor: int) -> None:
     weights = Weights.of({name: array.copy() for name, array in grown.states[version].items()})
     for edge in way.edges:
         assert edge.start is not None or edge.end >= floor
-    replay(log, way, weights, threads=1)
+    replay(log, way, weights)
     assert holds(weights, grown.states[head.version])
     for manifest in log.chain(version, head.version):
         if manifest.kind == "delta":
@@ -165,16 +165,19 @@ def test_an_orphan_that_is_committed_between_plan_and_delete(moment: int | None,
         os.utime(path, (0, 0))
     found = plan_prune(store, keep_anchors=1, keep_versions=1)
     assert found.orphans == len(found.keys) == 2, "the delta and the files"
-    deleted: list[str] = []
 
-    def on_delete(key: str) -> None:
-        deleted.append(key)
-        if len(deleted) == moment:
-            publish_again(store)
+    class Interrupted(WrapperStore):
+        deletions = 0
+
+        def delete(self, key: str) -> None:
+            super().delete(key)
+            self.deletions += 1
+            if self.deletions == moment:
+                publish_again(store)
 
     if moment == 0:
         publish_again(store)
-    prune(store, found, on_delete=on_delete)
+    prune(Interrupted(store), found)
     restorable = (0,) if moment is None else (0, 1)
     checked = require_clean(store)
     assert checked.restorable == restorable

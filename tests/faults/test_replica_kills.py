@@ -10,13 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from feeds import Feed, same_weights
 from replica import run
-from replicas import LONG_S
+from support.feeds import Feed, same_weights
+from support.replicas import LONG_S
 
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import DeltasyncError
-from deltasync.serve.folder import _recorded
+from deltasync.replica.folder import _recorded
 from deltasync.store.local import LocalStore
 
 KILLS = 30

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 from known import Author, nth, publish
+from support.feeds import WatchedStore
 
 from deltasync.errors import NotFoundError, StoreError
-from deltasync.log.log import Log
+from deltasync.feed.log import Log
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.conformance import StoreConformance
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, Operation, at, at_random, never
-from deltasync.testing.watched import WatchedStore
 
 
 class TestFaultyStoreWithoutFaults(StoreConformance):

@@ -5,23 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import write_sharded
-from publishing import LONG_S, nth, publish, publisher, require_steps
+from support.helpers import write_sharded
+from support.publishing import LONG_S, nth, publish, publisher, require_steps
 
-from deltasync import anchors, retrying
 from deltasync.errors import StoreError
+from deltasync.feed.log import Log
 from deltasync.format.manifest import BaseRef
-from deltasync.log.log import Log
+from deltasync.store import retry
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
+from deltasync.trainer import version as anchors
 
 STEPS = 4
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrying, "_BACKOFF_FIRST_S", 0.001)
+    monkeypatch.setattr(retry, "_BACKOFF_FIRST_S", 0.001)
     monkeypatch.setattr(anchors, "SHARD_ELEMENTS", 1000)
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from training import CHECKPOINT_STEPS, hashes, run
 
+from deltasync.feed.log import Log
+from deltasync.feed.replay import load
+from deltasync.feed.verify import verify
 from deltasync.format.weights import Weights
-from deltasync.log.log import Log
-from deltasync.replay import load
 from deltasync.store.local import LocalStore
-from deltasync.verify import verify
 
 KILLS = 30
 LONGEST_LIFE_S = 1.0
@@ -64,7 +64,7 @@ def test_a_trainer_is_killed_thirty_times(tmp_path: Path, monkeypatch: pytest.Mo
     process.join(120)
     assert process.exitcode == 0
 
-    found = verify(store, deep=True, threads=2)
+    found = verify(store, deep=True)
     assert found.is_clean, (found.damages, found.lost)
     head = log.require_head()
     assert found.restorable == tuple(range(head.version + 1))
@@ -73,5 +73,5 @@ def test_a_trainer_is_killed_thirty_times(tmp_path: Path, monkeypatch: pytest.Mo
     expected = dict(zip(range(1, last + MORE_STEPS + 1), (text for _, text in hashes(tmp_path)), strict=False))
     for version, step in enumerate(steps):
         assert step is not None
-        assert hash_of(load(log, log.read(version), threads=1)) == expected[step], f"version {version}, step {step}"
+        assert hash_of(load(log, log.read(version))) == expected[step], f"version {version}, step {step}"
     assert all(a - CHECKPOINT_STEPS < b for a, b in pairwise(steps)), "a restart goes back by less than a checkpoint"

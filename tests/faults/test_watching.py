@@ -5,23 +5,22 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import State, same_bits
 from known import add_skip, copy_of, head_of, holds, nth, publish, require_whole, widened
 from safetensors.numpy import load_file
+from support.feeds import WatchedStore
+from support.helpers import State, same_bits
 
-from deltasync import anchors
 from deltasync.errors import NotFoundError
+from deltasync.feed.log import Log
+from deltasync.feed.plan import plan
+from deltasync.feed.prune import plan_prune, prune
+from deltasync.feed.replay import load, replay, restore
+from deltasync.feed.verify import verify
 from deltasync.format.weights import Weights
-from deltasync.log.log import Log
-from deltasync.log.planning import plan
-from deltasync.prune import plan_prune, prune
-from deltasync.replay import load, replay
-from deltasync.restore import restore
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
-from deltasync.testing.watched import WatchedStore
-from deltasync.verify import verify
+from deltasync.trainer import version as anchors
 
 
 class Replica:
@@ -41,18 +40,18 @@ class Replica:
             assert not self.seen, "a head that was there is gone"
             return
         assert not self.seen or found.version >= self.seen[-1], "the head went back"
-        assert holds(load(log, found, threads=1), self.states[found.version])
+        assert holds(load(log, found), self.states[found.version])
         self._follow(log, found.version)
         self.seen.append(found.version)
 
     def _follow(self, log: Log, version: int) -> None:
         target = log.read(version)
         if self._weights is None or not self.seen or target.kind != "delta":
-            self._weights = load(log, target, threads=1)
+            self._weights = load(log, target)
             return
         way = plan(log, target, start=self.seen[-1])
         if way.edges:
-            replay(log, way, self._weights, threads=1)
+            replay(log, way, self._weights)
         assert holds(self._weights, self.states[version])
 
 
@@ -150,7 +149,7 @@ def each_moment(run: Callable[[Store], None], interrupt: Callable[[Store], None]
 @pytest.mark.parametrize("interrupt", INTERRUPTS.values(), ids=INTERRUPTS.keys())
 def test_verify_beside_others_finds_nothing(interrupt: Callable[[Store], None]) -> None:
     def run(store: Store) -> None:
-        found = verify(store, deep=True, threads=1)
+        found = verify(store, deep=True)
         assert found.is_clean, (found.damages, found.lost)
 
     assert each_moment(run, interrupt) > 20
@@ -164,7 +163,7 @@ def test_restore_beside_others_is_exact(interrupt: Callable[[Store], None], tmp_
 
     def run(store: Store) -> None:
         made.append(tmp_path / str(len(made)))
-        version = restore(store, made[-1], threads=1).version
+        version = restore(store, made[-1]).version
         assert version in (4, 5)
         assert same_bits(load_file(made[-1] / "model.safetensors"), states[version])
 
@@ -180,7 +179,7 @@ def test_restore_of_a_version_while_it_is_pruned() -> None:
     def run(store: Store) -> None:
         log = Log(store)
         try:
-            assert holds(load(log, log.read(2), threads=1), states[2])
+            assert holds(load(log, log.read(2)), states[2])
             outcomes.add("exact")
         except NotFoundError:
             outcomes.add("gone")
@@ -195,9 +194,9 @@ def test_publish_beside_prune() -> None:
 
     def run(store: Store) -> None:
         publish(store, 5)
-        found = verify(store, deep=True, threads=1)
+        found = verify(store, deep=True)
         assert found.is_clean, (found.damages, found.lost)
-        assert holds(load(Log(store), Log(store).read(5), threads=1), states[5])
+        assert holds(load(Log(store), Log(store).read(5)), states[5])
 
     assert each_moment(run, do_prune) > 20
 
@@ -208,9 +207,9 @@ def test_prune_beside_publish() -> None:
 
     def run(store: Store) -> None:
         do_prune(store)
-        found = verify(store, deep=True, threads=1)
+        found = verify(store, deep=True)
         assert found.is_clean, (found.damages, found.lost)
         for version in range(3, head_of(store) + 1):
-            assert holds(load(Log(store), Log(store).read(version), threads=1), states[version])
+            assert holds(load(Log(store), Log(store).read(version)), states[version])
 
     assert each_moment(run, do_publish) > 20

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers import State
 from known import (
     Author,
     UnfencedStore,
@@ -26,14 +25,14 @@ from known import (
     require_whole,
 )
 from racer import Tally, content, race
+from support.helpers import State
 
 from deltasync.errors import ConflictError, StoreError
+from deltasync.feed.log import Log
+from deltasync.feed.prune import plan_prune, prune
+from deltasync.feed.writer import LEASE_S, Lease, Writer
 from deltasync.format import keys
-from deltasync.format.records import LeaseRecord
-from deltasync.log.lease import LEASE_S, Lease
-from deltasync.log.log import Log
-from deltasync.log.writer import Writer
-from deltasync.prune import plan_prune, prune
+from deltasync.format.sealed import LeaseRecord
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store

@@ -10,8 +10,8 @@ import torch
 import torch._dynamo  # The first optimizer would import it, which takes seconds.
 from torch import nn
 
-from deltasync.publishing.policy import AnchorPolicy
-from deltasync.trainer.publisher import Publisher
+from deltasync.torch.publisher import Publisher
+from deltasync.trainer.anchoring import AnchorPolicy
 
 CHECKPOINT_STEPS = 3
 
@@ -69,7 +69,7 @@ def run(folder: str, url: str, stop: int, is_mapped: bool, has_begun: Event) -> 
     training.load()
     shadow = Path(folder) / "shadow" if is_mapped else None
     policy = AnchorPolicy(versions=7)
-    with Publisher(url, dtype=torch.bfloat16, shadow_path=shadow, anchors=policy, threads=1) as publisher:
+    with Publisher(url, dtype=torch.bfloat16, shadow_path=shadow, anchors=policy) as publisher:
         while training.step < stop:
             training.train()
             publisher.publish(training.model, step=training.step)

@@ -14,12 +14,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from crafting import ChangesParts, encode_with
+from support.helpers import ChangesParts, encode_with
+from support.strategies import MOVES, random_change
 
-from deltasync.format.dtypes import DTYPES, DType
+from deltasync.format.layout import DTYPES, DType
 from deltasync.format.weights import Bits, Region
-from deltasync.kernels import digesting, reference
-from deltasync.testing.strategies import MOVES, random_change
+from deltasync.kernels import reference
 
 KINDS = [DTYPES[n] for n in ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "U8", "U16", "U32", "U64")]
 UNIFORM, WEIGHTS, SPECIAL, CONSTANT = LOOKS = range(4)
@@ -30,14 +30,14 @@ FEW_ELEMENTS = 200
 def elements(dtype: DType, look: int, seed: int, count: int) -> Bits:
     """The elements that the target makes of a head: the twin of `element` in decode_fuzz.cpp."""
     golden = np.uint64(0x9E3779B97F4A7C15)
-    hashed = digesting.mix(np.uint64(seed) + np.arange(1, count + 1, dtype=np.uint64) * golden)
+    hashed = reference.mix(np.uint64(seed) + np.arange(1, count + 1, dtype=np.uint64) * golden)
     sign, exponent = 1 << (8 * dtype.width - 1), dtype.exponent_mask << dtype.exponent_shift
     special = np.array([0, 1, sign, sign | 1, sign - 1, 2**64 - 1, exponent, exponent | 1], np.uint64)
     bits = hashed
     if look == SPECIAL:
         bits = special[(hashed % np.uint64(8)).astype(np.int64)]
     elif look == CONSTANT:
-        bits = np.full(count, digesting.mix(np.array([seed], np.uint64))[0])
+        bits = np.full(count, reference.mix(np.array([seed], np.uint64))[0])
     elif look == WEIGHTS and dtype.is_float:
         high = (hashed >> np.uint64(32)) | np.uint64(1 << 12)
         below = np.log2((high & (~high + np.uint64(1))).astype(np.float64)).astype(np.uint64)

@@ -8,18 +8,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from crafting import ChangesParts, encode_with, numbers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support import strategies
+from support.helpers import ChangesParts, encode_with, numbers
+from support.strategies import Look, Move, random_bits, random_change
 
 from deltasync.errors import DeltasyncError, InvalidInputError
 from deltasync.format import limits
-from deltasync.format.dtypes import DTYPES, DType
-from deltasync.format.layout import Layout, TensorSpec
+from deltasync.format.layout import DTYPES, DType, Layout, TensorSpec
 from deltasync.format.weights import Region, Weights, whole_runs
-from deltasync.kernels.dispatch import Kernels, available, load
-from deltasync.testing import strategies
-from deltasync.testing.strategies import Look, Move, random_bits, random_change
+from deltasync.kernels import Kernels, available, load
 
 REFERENCE = load("reference")
 NATIVE = [load(name) for name in available() if name != "reference"]
@@ -84,8 +83,8 @@ def require_right(found: dict[str, Any], old: Region, new: Region) -> None:
     if len(positions):
         assert found["encode_difference"] == (len(positions), old.elements, absolute, data, lanes)
     before, after = found["digest"]
-    gained = tuple((b - a) % 2**64 for a, b in zip(before, after, strict=True))
-    assert gained == found["digest_change"] == found["encode_changes"][2]
+    digest_delta = tuple((b - a) % 2**64 for a, b in zip(before, after, strict=True))
+    assert digest_delta == found["digest_change"] == found["encode_changes"][2]
     target = Region(old.dtype, found["overwrite"], old.runs, old.keys)
     assert plain(target.gather()) == plain(new.gather())
 

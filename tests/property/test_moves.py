@@ -5,16 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from feeds import Feed
-from helpers import state
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import TorchTarget, follower
+from support.feeds import Feed
+from support.helpers import state
+from support.replicas import TorchTarget, follower
+from support.strategies import random_change
 
 from deltasync.errors import NotFoundError
+from deltasync.feed.prune import plan_prune, prune
 from deltasync.format.weights import Weights
-from deltasync.prune import plan_prune, prune
-from deltasync.testing.strategies import random_change
 
 ACTIONS = st.one_of(
     st.tuples(st.just("delta"), st.sampled_from([0.0, 0.001, 0.05, 0.5]), st.integers(0, 2**32)),
@@ -46,7 +46,7 @@ class Run:
         self.feed.anchor(state())
         self.path = path
         self.target = TorchTarget(self.feed.states[0].layout)
-        self.replica = follower(self.feed.store, mirror=path)
+        self.replica = follower(self.feed.store, self.target, mirror=path)
 
     def act(self, kind: str, one: float | None, two: float) -> None:
         feed, last = self.feed, len(self.feed.states) - 1
@@ -67,7 +67,7 @@ class Run:
             case "restart":
                 self.replica.close()
                 self.target = TorchTarget(feed.states[0].layout) if one else self.target
-                self.replica = follower(feed.store, mirror=self.path)
+                self.replica = follower(feed.store, self.target, mirror=self.path)
             case "advance":
                 self.advance(None if one is None else int(one * last))
 
@@ -75,7 +75,7 @@ class Run:
         wanted = len(self.feed.states) - 1 if to is None else to
         before = self.target.version
         try:
-            self.replica.advance(self.target, to=to)
+            self.replica.advance(to=to)
         except NotFoundError:
             assert wanted < self.feed.log.floor(), "only what was pruned may be out of reach"
             assert self.target.version == before

@@ -10,24 +10,22 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import safetensors_bytes, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import strategies
+from support.helpers import safetensors_bytes, same_bits
+from support.strategies import Look, Move, random_bits, random_change
 
 import deltasync
 from deltasync import blocks
-from deltasync.apply import overwrite
-from deltasync.detect import Changed
+from deltasync.blocks import Changed, overwrite
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest, layout_digest
-from deltasync.format.dtypes import DTYPES, DType
-from deltasync.format.layout import Layout, TensorSpec
+from deltasync.format.layout import DTYPES, DType, Layout, TensorSpec
 from deltasync.format.payload import Block
 from deltasync.format.weights import Runs, Weights, whole_runs
-from deltasync.kernels.dispatch import available, kernels
-from deltasync.testing import strategies
-from deltasync.testing.strategies import Look, Move, random_bits, random_change
+from deltasync.kernels import available, kernels
 
 CODECS = ["exp/1", "coo/1"]
 some = settings(max_examples=60, deadline=None)
@@ -94,13 +92,13 @@ def state_pair(
 def test_a_delta_gives_the_new_state(codec: str, pair: tuple[Weights, Weights]) -> None:
     old, new = pair
     with small_blocks():
-        found = blocks.encode_delta(old, new, codec=codec, threads=1)
+        found = blocks.encode_delta(old, new, codec=codec)
         staged, target = copied(old), copied(old)
-        for changes in blocks.decode(old, found, threads=1):
+        for changes in blocks.decode(old, found):
             overwrite(staged, changes)
-        blocks.decode_into(target, old, found, threads=2)
+        blocks.decode_into(target, old, found)
         again = copied(new)
-        blocks.decode_into(again, old, found, threads=1)
+        blocks.decode_into(again, old, found)
     assert equal(staged, new)
     assert equal(target, new)
     assert equal(again, new), "overwriting twice does no harm"
@@ -112,9 +110,9 @@ def test_a_delta_gives_the_new_state(codec: str, pair: tuple[Weights, Weights]) 
 @given(strategies.weights(), st.sampled_from([1, 3]))
 def test_an_anchor_gives_the_state(state: Weights, threads: int) -> None:
     with small_blocks():
-        found = list(blocks.encode_anchor(state, threads=threads))
+        found = list(blocks.encode_anchor(state))
     target = Weights(state.layout, tuple(np.zeros_like(a) for a in state.arrays))
-    blocks.decode_into(target, state, found, relative=False, threads=1)
+    blocks.decode_into(target, state, found, relative=False)
     assert equal(target, state)
     assert sum((b.digest for b in found), layout_digest(state.layout)) == blocks.digest(state)
     assert sum(b.changed for b in found) == state.layout.elements
@@ -126,8 +124,8 @@ def test_an_anchor_gives_the_state(state: Weights, threads: int) -> None:
 def test_known_changes_give_the_same_blocks(codec: str, pair: tuple[Weights, Weights], index_type: Any) -> None:
     old, new = pair
     with small_blocks():
-        detected = blocks.encode_delta(old, new, codec=codec, threads=1)
-        told = blocks.encode_changed(old, changed_of(old, new, index_type), codec=codec, threads=1)
+        detected = blocks.encode_delta(old, new, codec=codec)
+        told = blocks.encode_changed(old, changed_of(old, new, index_type), codec=codec)
     assert plain(told) == plain(detected)
 
 
@@ -137,7 +135,7 @@ def test_known_changes_give_the_same_blocks(codec: str, pair: tuple[Weights, Wei
 def test_threads_do_not_change_the_bytes(codec: str, pair: tuple[Weights, Weights]) -> None:
     old, new = pair
     with small_blocks():
-        found = [plain(blocks.encode_delta(old, new, codec=codec, threads=n)) for n in (1, 2, 5, 1)]
+        found = [plain(blocks.encode_delta(old, new, codec=codec)) for n in (1, 2, 5, 1)]
     assert all(f == found[0] for f in found)
 
 
@@ -164,13 +162,13 @@ def test_states_longer_than_a_block(codec: str) -> None:
 @given(strategies.pairs())
 def test_one_shot(codec: str, pair: tuple[Weights, Weights]) -> None:
     old, new = map(state_of, pair)
-    delta = deltasync.diff(old, new, codec=codec, threads=1)
-    assert same_bits(deltasync.apply(old, delta, threads=1), new)
-    assert deltasync.inspect(delta).digest == deltasync.state_digest(new)
+    delta = deltasync.diff(old, new, codec=codec)
+    assert same_bits(deltasync.apply(old, delta), new)
+    assert deltasync.inspect(delta).digest == deltasync.digest(new)
     if same_bits(old, new):
         return
     with pytest.raises(MismatchError) as caught:
-        deltasync.apply(new, delta, threads=1)
+        deltasync.apply(new, delta)
     assert caught.value.rule == "payload.parent"
 
 
@@ -236,16 +234,16 @@ def test_digests_of_shards_add_up(
     state = Weights(layout, (random_bits(rng, dtype, shape[0] * shape[1], "uniform"),))
     shards = shard_runs(shape, cuts, by=by)
     partial = [StateDigest(*kernels().digest(state.region(runs))) for runs in shards]
-    assert sum(partial, layout_digest(layout)) == blocks.digest(state, threads=1)
+    assert sum(partial, layout_digest(layout)) == blocks.digest(state)
 
 
 @some
 @given(strategies.weights())
 def test_the_digest_does_not_depend_on_threads_or_blocks(state: Weights) -> None:
-    whole = blocks.digest(state, threads=1)
+    whole = blocks.digest(state)
     with small_blocks():
-        assert blocks.digest(state, threads=1) == whole
-        assert blocks.digest(state, threads=3) == whole
+        assert blocks.digest(state) == whole
+        assert blocks.digest(state) == whole
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
@@ -256,7 +254,7 @@ def test_any_two_flipped_bits_change_the_digest(dtype: DType) -> None:
         for places in ([3, 4], [3, 1500], [0, 1024], [1023, 2999]):
             new = copied(old)
             new.arrays[0][places] ^= dtype.bits_dtype.type(1 << bit)
-            assert blocks.digest(old, threads=1) != blocks.digest(new, threads=1), (bit, places)
+            assert blocks.digest(old) != blocks.digest(new), (bit, places)
 
 
 def test_equal_bits_elsewhere_have_another_digest() -> None:
@@ -272,7 +270,7 @@ def test_equal_bits_elsewhere_have_another_digest() -> None:
         {"a": one.reshape(2, 3), "b": zeros["b"]},
         {"a": one, "c": zeros["b"]},
     ]
-    assert len({deltasync.state_digest(s) for s in states}) == len(states)
+    assert len({deltasync.digest(s) for s in states}) == len(states)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3", "I8"])
@@ -280,8 +278,8 @@ def test_equal_bits_elsewhere_have_another_digest() -> None:
 @pytest.mark.parametrize("move", ["replace", "special", "ulp"])
 def test_no_density_loses_to_sending_the_weights(dtype: str, share: float, move: Move) -> None:
     old, new = state_pair(dtype, 40_000, share, move=move)
-    delta = sum(len(b.data) for b in blocks.encode_delta(old, new, threads=1))
-    dense = sum(len(b.data) for b in blocks.encode_anchor(new, threads=1))
+    delta = sum(len(b.data) for b in blocks.encode_delta(old, new))
+    dense = sum(len(b.data) for b in blocks.encode_anchor(new))
     assert delta <= 1.005 * dense
 
 

@@ -4,10 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import safetensors_bytes, same_bits, state, write_sharded
+from support.helpers import safetensors_bytes, same_bits, state, write_sharded
 
-from deltasync.checkpoint import Checkpoint, open_checkpoint
-from deltasync.checkpoint_output import write_checkpoint_like
+from deltasync.checkpoint import Checkpoint, open_checkpoint, write_checkpoint_like
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, NotFoundError
 from deltasync.format.weights import Weights
 

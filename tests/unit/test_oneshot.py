@@ -5,7 +5,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
-from helpers import BF16, LAYOUT, State, changed, safetensors_bytes, same_bits, shard_payload, state, write_sharded
+from support.helpers import (
+    BF16,
+    LAYOUT,
+    State,
+    changed,
+    safetensors_bytes,
+    same_bits,
+    shard_payload,
+    state,
+    write_sharded,
+)
 
 import deltasync
 from deltasync import blocks
@@ -24,7 +34,7 @@ def test_round_trip(codec: str, share: float) -> None:
     delta = deltasync.diff(old, new, codec=codec)
     assert same_bits(deltasync.apply(old, delta), new)
     assert same_bits(old, kept), "the old state stays as it is"
-    assert deltasync.diff(old, new, codec=codec, threads=1) == delta
+    assert deltasync.diff(old, new, codec=codec) == delta
 
 
 SPECIAL = {
@@ -70,8 +80,8 @@ def test_empty_states() -> None:
 def test_the_digest_follows_the_delta() -> None:
     old, new = state(), changed(state())
     found = deltasync.inspect(deltasync.diff(old, new))
-    assert found.parent_digest == deltasync.state_digest(old)
-    assert found.digest == deltasync.state_digest(new)
+    assert found.parent_digest == deltasync.digest(old)
+    assert found.digest == deltasync.digest(new)
     assert found.digest != found.parent_digest
 
 
@@ -98,7 +108,7 @@ def test_checkpoints_and_dicts_mix(tmp_path: Path) -> None:
     assert deltasync.diff(old_path, new_path) == delta
     assert deltasync.diff(str(old_path), new) == delta
     assert deltasync.diff(old, new_path) == delta
-    assert deltasync.state_digest(old_path) == deltasync.state_digest(old)
+    assert deltasync.digest(old_path) == deltasync.digest(old)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -106,7 +116,7 @@ def test_apply_writes_a_checkpoint_of_the_same_structure(tmp_path: Path, codec: 
     old, new, old_path, _ = checkpoints(tmp_path)
     (tmp_path / "d").write_bytes(deltasync.diff(old, new, codec=codec))
     assert deltasync.apply(old_path, tmp_path / "d", out=tmp_path / "out") == {}
-    assert deltasync.state_digest(tmp_path / "out") == deltasync.state_digest(new)
+    assert deltasync.digest(tmp_path / "out") == deltasync.digest(new)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in old_path.iterdir())
 
 
@@ -124,7 +134,7 @@ def test_apply_to_a_checkpoint_gives_raw_bits_where_numpy_has_no_type(tmp_path: 
 def test_an_anchor_needs_the_layout_only(tmp_path: Path) -> None:
     new = state(5)
     weights = Weights.of(new)
-    header = PayloadHeader("anchor", weights.layout, None, deltasync.state_digest(new))
+    header = PayloadHeader("anchor", weights.layout, None, deltasync.digest(new))
     anchor = write_payload(header, list(blocks.encode_anchor(weights)))
     assert same_bits(deltasync.apply(state(0), anchor), new)
     assert same_bits(deltasync.apply(new, anchor), new)
@@ -137,8 +147,8 @@ def test_the_wrong_parent_is_refused_and_nothing_written(tmp_path: Path) -> None
     delta = deltasync.diff(new, old)
     with pytest.raises(MismatchError) as caught:
         deltasync.apply(old_path, delta, out=tmp_path / "out")
-    assert deltasync.state_digest(old).hex in caught.value.message
-    assert deltasync.state_digest(new).hex in caught.value.message
+    assert deltasync.digest(old).hex in caught.value.message
+    assert deltasync.digest(new).hex in caught.value.message
     assert caught.value.hint
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new.safetensors", "old"]
     with pytest.raises(MismatchError):
@@ -180,7 +190,7 @@ BAD_STATES: dict[str, tuple[Any, type[Exception]]] = {
 @pytest.mark.parametrize(("bad", "error"), BAD_STATES.values(), ids=BAD_STATES.keys())
 def test_states_that_are_refused(bad: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
-        deltasync.state_digest(bad)
+        deltasync.digest(bad)
 
 
 def test_a_damaged_delta_is_refused(tmp_path: Path) -> None:
@@ -202,7 +212,7 @@ def test_wrong_calls(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="codec"):
         deltasync.diff(old, old, codec="zip/1")
     with pytest.raises(InvalidInputError, match="threads"):
-        deltasync.diff(old, old, threads=0)
+        deltasync.set_threads(0)
     with pytest.raises(InvalidInputError, match="checkpoint"):
         deltasync.apply(old, delta, out=tmp_path / "out")
     with pytest.raises(InvalidInputError, match="folder"):

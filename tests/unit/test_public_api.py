@@ -4,7 +4,7 @@ from deltasync import errors
 
 def test_the_public_names() -> None:
     assert deltasync.__all__ == sorted(deltasync.__all__)
-    assert set(deltasync.__all__) >= {"diff", "apply", "inspect", "state_digest", "StateDigest", "__version__"}
+    assert set(deltasync.__all__) >= {"diff", "apply", "inspect", "digest", "StateDigest", "__version__"}
     assert all(hasattr(deltasync, name) for name in deltasync.__all__)
     assert callable(deltasync.apply), "the function, not the module of that name"
 

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 
-from deltasync.serve.vllm.labels import Labelling, Labels, note_versions
+from deltasync.vllm.labels import Labelling, Labels, note_versions
 
 
 @dataclass

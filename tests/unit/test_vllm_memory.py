@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from deltasync.serve.vllm.memory import memory_folder
+from deltasync.vllm.settings import memory_folder
 
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from deltasync.serve.vllm.memory import memory_folder
+from deltasync.vllm.settings import memory_folder
 with memory_folder(Path(sys.argv[1])) as folder:
     (folder / "mirror.safetensors").write_bytes(b"large")
     print(folder, flush=True)

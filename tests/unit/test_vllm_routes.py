@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from feeds import Feed
-from replicas import TorchTarget, follower
 from starlette.testclient import TestClient, WebSocketDenialResponse
+from support.feeds import Feed
+from support.replicas import TorchTarget, follower
 
 from deltasync.errors import (
     ConflictError,
@@ -19,7 +19,7 @@ from deltasync.errors import (
     NotFoundError,
     StoreError,
 )
-from deltasync.serve.vllm.routes import Guard, add_routes
+from deltasync.vllm.server import Guard, add_routes
 
 TOKEN = "s3cret-täken"
 ALLOWED = {"authorization": b"Bearer " + TOKEN.encode()}
@@ -33,7 +33,7 @@ class Server:
     def __init__(self, *, versions: int = 3, token: str | None = TOKEN, root: str = "", is_up: bool = True) -> None:
         self.feed = Feed.of(versions)
         self.target = TorchTarget(self.feed.states[0].layout)
-        self.follower = follower(self.feed.store, replica="me")
+        self.follower = follower(self.feed.store, self.target, replica="me")
         app = FastAPI(root_path=root)
         add_routes(app, lambda: self if is_up else None)
         app.add_middleware(Guard, token=token)

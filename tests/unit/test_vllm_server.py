@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from deltasync.errors import EngineError
-from deltasync.serve.vllm import server
-from deltasync.serve.vllm.labels import Labels
-from deltasync.serve.vllm.server import ServerEngine
-from deltasync.serve.vllm.settings import PauseMode
+from deltasync.vllm import server
+from deltasync.vllm.labels import Labels
+from deltasync.vllm.server import ServerEngine
+from deltasync.vllm.settings import PauseMode
 
 
 class Client:

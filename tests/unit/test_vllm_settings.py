@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deltasync.errors import InvalidInputError
-from deltasync.serve.vllm.settings import Settings
+from deltasync.vllm.settings import Settings
 
 FEED = {"DELTASYNC_FEED": "s3://bucket/run"}
 GOOD: dict[str, tuple[dict[str, str], Settings]] = {

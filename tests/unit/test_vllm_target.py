@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from feeds import Feed
-from loading import Tensors, Workers, changed, reloading, save, tensors, weights_of
-from replicas import follower
+from support.feeds import Feed
+from support.loading import Tensors, Workers, changed, reloading, save, tensors, weights_of
+from support.replicas import follower
 
 from deltasync.errors import EngineError, MismatchError
-from deltasync.following.follower import Follower
-from deltasync.following.mirror import Mirror
-from deltasync.following.target import Damage, Staged
-from deltasync.serve.vllm.target import VllmTarget
+from deltasync.replica.follower import Follower
+from deltasync.replica.mirror import Mirror
+from deltasync.replica.target import Damage, Staged
+from deltasync.vllm.target import VllmTarget
 
 __all__ = ["reloading"]
 
@@ -120,10 +120,10 @@ class Replica:
         truth = save(states[0], folder / "truth.safetensors") if has_truth else folder / "none"
         self.engine = FakeEngine(states, size=size, checkpoint=str(truth))
         self.target = self.engine.target = VllmTarget(self.engine, folder=folder)
-        self.follower: Follower = follower(self.feed.store, mirror=folder / "mirror.safetensors")
+        self.follower: Follower = follower(self.feed.store, self.target, mirror=folder / "mirror.safetensors")
 
     def advance(self, to: int | None = None) -> None:
-        self.follower.advance(self.target, to=to)
+        self.follower.advance(to=to)
 
     def is_live(self, version: int) -> bool:
         is_served = self.target.version == self.engine.labelled == version and not self.engine.is_paused
@@ -283,9 +283,9 @@ def test_another_model_is_refused_before_anything_is_touched(
     change(other)
     engine = FakeEngine([state], checkpoint=str(save(state, tmp_path / "truth.safetensors")))
     target = engine.target = VllmTarget(engine, folder=tmp_path)
-    replica = follower(feed_of([other]).store, mirror=tmp_path / "mirror.safetensors")
+    replica = follower(feed_of([other]).store, target, mirror=tmp_path / "mirror.safetensors")
     with pytest.raises(MismatchError, match=told):
-        replica.advance(target)
+        replica.advance()
     assert set(engine.calls) <= {"describe", "missing"}
     assert target.version is None
     assert engine.workers.hold(state)
@@ -304,7 +304,7 @@ def test_a_feed_with_other_tensors_since(replica: Replica) -> None:
 def test_a_scrub_without_damage_holds_up_nothing(replica: Replica) -> None:
     replica.advance(1)
     replica.engine.took()
-    assert replica.follower.scrub(replica.target) == []
+    assert replica.follower.scrub() == []
     assert replica.engine.took() == ["compare"]
 
 
@@ -314,7 +314,7 @@ def test_damage_is_told_and_repaired_in_a_pause(replica: Replica, is_repaired: b
     replica.engine.took()
     for model in replica.engine.workers.models:
         model.w13.weight.data.view(torch.int16)[0, 0, :2] ^= 1
-    found = replica.follower.scrub(replica.target, repair=is_repaired)
+    found = replica.follower.scrub(repair=is_repaired)
     assert found == [Damage("experts.0.gate.weight", 4)]
     calls = replica.engine.took()
     assert calls[-3:] == ["pause", "compare", "resume"] if is_repaired else calls == ["compare"]
@@ -327,7 +327,7 @@ def test_a_repair_that_fails_leaves_the_engine_paused(replica: Replica, operatio
     replica.engine.workers.models[1].norm.weight.data.view(torch.int16)[3] ^= 1
     replica.engine.fails = lambda number, name: name == operation and replica.engine.is_paused | (name == "pause")
     with pytest.raises(EngineError, match=f"{operation} fails"):
-        replica.follower.scrub(replica.target)
+        replica.follower.scrub()
     assert replica.engine.is_paused
     assert replica.target.version is None
     replica.engine.fails = lambda number, name: False
@@ -356,7 +356,7 @@ def test_stages_are_replaced(replica: Replica, tmp_path: Path) -> None:
 def test_the_mirror_waits_while_the_loader_reads_it(replica: Replica) -> None:
     """What the map does not know would be of a later version than the rest."""
     replica.advance(0)
-    replica.follower._advance(replica.target, to=1, meanwhile=replica.follower._read_ahead)
+    replica.follower._advance(to=1, meanwhile=replica.follower._read_ahead)
     assert replica.is_live(1)
     replica.advance()
     assert replica.is_live(3)

@@ -21,14 +21,22 @@ sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE))
 
 from negative import NEGATIVE, OLD, bad_block  # noqa: E402
+from support.strategies import Look, Move, random_bits, random_change, special_bits  # noqa: E402
 
 from deltasync import blocks  # noqa: E402
-from deltasync.format.dtypes import DTYPES  # noqa: E402
-from deltasync.format.layout import Layout, TensorSpec  # noqa: E402
-from deltasync.format.payload import Block, Payload, PayloadHeader, write_payload  # noqa: E402
+from deltasync.format.layout import (  # noqa: E402
+    DTYPES,
+    Layout,
+    TensorSpec,
+)
+from deltasync.format.payload import (  # noqa: E402
+    Block,
+    Payload,
+    PayloadHeader,
+    write_payload,
+)
 from deltasync.format.safetensors import header_bytes  # noqa: E402
 from deltasync.format.weights import Weights  # noqa: E402
-from deltasync.testing.strategies import Look, Move, random_bits, random_change, special_bits  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from crafting import ChangesParts, encode_with, numbers
+from support.helpers import ChangesParts, encode_with, numbers
+from support.strategies import random_bits, random_change
 
-from deltasync.detect import detect, stretches
+from deltasync.blocks import detect, stretches
 from deltasync.format import limits
-from deltasync.format.changes import Changes
 from deltasync.format.digest import StateDigest
-from deltasync.format.dtypes import DTYPES
-from deltasync.format.layout import Layout, TensorSpec
+from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.payload import Block
-from deltasync.format.weights import Weights
+from deltasync.format.weights import Changes, Weights
 from deltasync.kernels import reference
-from deltasync.testing.strategies import random_bits, random_change
 
 GAP_ALPHABET = 16 + 2 * (limits.BLOCK_ELEMENTS_LOG2 - 4)
 """Buckets of the largest gap."""
@@ -51,7 +49,7 @@ def good_block(codec: str, name: str = "weights") -> Block:
     found = _changes(name)
     assert found.positions is not None
     region, after = OLD.region(found.runs), NEW.region(found.runs)
-    gained = StateDigest(*reference.digest_change(region, found.positions, found.values))
+    digest_delta = StateDigest(*reference.digest_change(region, found.positions, found.values))
     if codec == "planes/1":
         data = reference.encode_planes(after)
     elif codec == "coo/1":
@@ -62,7 +60,7 @@ def good_block(codec: str, name: str = "weights") -> Block:
         if codec == "abs/1":
             head = replace(ChangesParts.read(data, absolute=False), steps=None)
             data = head.build() + reference.encode_planes(_flat(found))
-    return Block(codec, found.runs, len(found.values), gained, data)
+    return Block(codec, found.runs, len(found.values), digest_delta, data)
 
 
 def _flat(changes: Changes) -> reference.Region:

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crafting import encode_with
+from support.helpers import encode_with
 
 from deltasync import blocks
 from deltasync.format.digest import StateDigest
-from deltasync.format.dtypes import DTYPES
 from deltasync.format.index import encode_index
-from deltasync.format.layout import Layout, TensorSpec
+from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.payload import Block, Payload, PayloadHeader, write_payload
 from deltasync.format.safetensors import parse_header
 from deltasync.format.weights import Weights
-from deltasync.kernels.dispatch import kernels
+from deltasync.kernels import kernels
 
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 LAYOUT = Layout.of([TensorSpec("w", DTYPES["BF16"], (8, 8))])
@@ -85,7 +84,7 @@ def test_planes() -> None:
 
 
 def payload(codec: str) -> tuple[bytes, list[Block]]:
-    found = blocks.encode_delta(OLD, NEW, codec=codec, threads=1)
+    found = blocks.encode_delta(OLD, NEW, codec=codec)
     header = PayloadHeader("delta", LAYOUT, blocks.digest(OLD), blocks.digest(NEW))
     return write_payload(header, found), found
 

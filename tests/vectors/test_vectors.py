@@ -36,27 +36,27 @@ def payload(vector: dict[str, Any]) -> Payload:
 def test_a_reader_reads_them(vector: dict[str, Any]) -> None:
     found, old, new = payload(vector), state(vector["old"]), state(vector["new"])
     target = Weights(old.layout, tuple(a.copy() for a in old.arrays))
-    blocks.decode_into(target, old, found.blocks(), relative=found.header.kind == "delta", threads=1)
+    blocks.decode_into(target, old, found.blocks(), relative=found.header.kind == "delta")
     assert [a.tobytes() for a in target.arrays] == [a.tobytes() for a in new.arrays]
 
 
 @positive
 def test_digests(vector: dict[str, Any]) -> None:
     header = payload(vector).header
-    assert header.digest.hex == vector["digest"] == blocks.digest(state(vector["new"]), threads=1).hex
+    assert header.digest.hex == vector["digest"] == blocks.digest(state(vector["new"])).hex
     if header.parent_digest is None:
         assert vector["parent_digest"] is None
     else:
-        assert header.parent_digest.hex == vector["parent_digest"] == blocks.digest(state(vector["old"]), threads=1).hex
+        assert header.parent_digest.hex == vector["parent_digest"] == blocks.digest(state(vector["old"])).hex
 
 
 @positive
 def test_a_writer_writes_them(vector: dict[str, Any]) -> None:
     old, new = state(vector["old"]), state(vector["new"])
     if vector["parent_digest"] is None:
-        found = list(blocks.encode_anchor(new, threads=1))
+        found = list(blocks.encode_anchor(new))
     else:
-        found = blocks.encode_delta(old, new, codec=vector["codec"], threads=1)
+        found = blocks.encode_delta(old, new, codec=vector["codec"])
     golden = payload(vector)
     for i, (block, told) in enumerate(zip(found, vector["blocks"], strict=True)):
         assert (block.codec, block.runs.tolist(), block.changed, block.digest.hex) == (
@@ -82,7 +82,7 @@ def test_the_index_is_canonical(vector: dict[str, Any]) -> None:
 def test_a_reader_refuses(vector: dict[str, Any]) -> None:
     found, old = payload(vector), state(vector["old"])
     with pytest.raises(DeltasyncError) as caught:
-        list(blocks.decode(old, found.blocks(), threads=1))
+        list(blocks.decode(old, found.blocks()))
     assert (caught.value.kind, caught.value.rule) == (vector["error"], vector["rule"])
 
 

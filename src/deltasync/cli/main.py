@@ -5,27 +5,13 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from deltasync import __version__
-from deltasync.cli import (
-    apply,
-    demo,
-    diff,
-    digest,
-    follow,
-    inspect,
-    log,
-    prune,
-    publish,
-    restore,
-    serve,
-    show,
-    status,
-    verify,
-)
-from deltasync.cli.output import plain
+from deltasync.cli import checkpoints, feeds, replicas
+from deltasync.cli.common import plain
 from deltasync.errors import ConflictError, CorruptError, DeltasyncError, FormatError, MismatchError
+from deltasync.parallel import set_threads
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -35,17 +21,21 @@ EXIT_CONFLICT = 4
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-_COMMANDS = (demo, publish, log, show, verify, restore, prune, follow, status, serve, diff, apply, inspect, digest)
+_COMMANDS = (feeds, replicas, checkpoints)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; wrong usage exits with 2 through argparse."""
-    args = _parser().parse_args(argv)
+    return guarded(_run, _parser().parse_args(argv))
+
+
+def guarded(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
+    """Run a command; its exit code. Errors are printed to stderr in one line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names that the terminal's encoding lacks are shown escaped, as on stderr.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        args.run(args)
+        run(args)
         sys.stdout.flush()
     except DeltasyncError as error:
         return _fail(str(error), _exit_code(error))
@@ -61,6 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return _fail(f"{type(error).__name__}: {error} (this is a bug in deltasync)", EXIT_ERROR)
     return EXIT_OK
+
+
+def _run(args: argparse.Namespace) -> None:
+    set_threads(getattr(args, "threads", None))
+    args.run(args)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,12 +10,11 @@ import numpy as np
 
 from deltasync.errors import CorruptError, InvalidInputError
 from deltasync.format import limits
-from deltasync.format.changes import Changes, cut_runs
 from deltasync.format.digest import StateDigest
 from deltasync.format.layout import TensorSpec
 from deltasync.format.payload import Block, index_dtype
-from deltasync.format.weights import Weights, whole_runs
-from deltasync.kernels.dispatch import kernels
+from deltasync.format.weights import Changes, Weights, cut_runs, whole_runs
+from deltasync.kernels import kernels
 
 COO = "coo/1"
 
@@ -23,12 +22,12 @@ COO = "coo/1"
 def encode(old: Weights, ordinal: int, parts: Iterable[Changes]) -> Block | None:
     """The changes of one tensor, given as consecutive single runs of it; None if there are none."""
     spec = old.layout.tensors[ordinal]
-    indices, values, gained = [np.empty(0, np.int64)], [np.empty(0, spec.dtype.bits_dtype)], StateDigest.ZERO
+    indices, values, digest_delta = [np.empty(0, np.int64)], [np.empty(0, spec.dtype.bits_dtype)], StateDigest.ZERO
     for part in parts:
         assert part.positions is not None
         indices.append(part.positions.astype(np.int64) + part.runs[0, 1])
         values.append(part.values)
-        gained += StateDigest(*kernels().digest_change(old.region(part.runs), part.positions, part.values))
+        digest_delta += StateDigest(*kernels().digest_change(old.region(part.runs), part.positions, part.values))
     flat, bits = np.concatenate(indices), np.concatenate(values)
     if not len(flat):
         return None
@@ -38,7 +37,7 @@ def encode(old: Weights, ordinal: int, parts: Iterable[Changes]) -> Block | None
         codec=COO,
         runs=whole_runs(old.layout, [ordinal]),
         changed=len(flat),
-        digest=gained,
+        digest=digest_delta,
         data=flat.astype(index_dtype(spec)).tobytes() + bits.tobytes(),
     )
 
@@ -47,7 +46,7 @@ def decode(old: Weights, block: Block) -> tuple[list[Changes], StateDigest]:
     """The changes, cut into runs of the usual size, and what they add to the digest of `old`."""
     spec = old.layout.tensors[block.runs[0, 0]]
     indices, values = _arrays(spec, block)
-    parts, gained = [], StateDigest.ZERO
+    parts, digest_delta = [], StateDigest.ZERO
     for runs in cut_runs(block.runs, limits.BLOCK_ELEMENTS_MAX):
         first, count = int(runs[0, 1]), int(runs[0, 2])
         lo, hi = np.searchsorted(indices, (first, first + count))
@@ -55,9 +54,9 @@ def decode(old: Weights, block: Block) -> tuple[list[Changes], StateDigest]:
             continue
         part = Changes(runs, (indices[lo:hi] - first).astype(np.uint32), values[lo:hi])
         assert part.positions is not None
-        gained += StateDigest(*kernels().digest_change(old.region(runs), part.positions, part.values))
+        digest_delta += StateDigest(*kernels().digest_change(old.region(runs), part.positions, part.values))
         parts.append(part)
-    return parts, gained
+    return parts, digest_delta
 
 
 def _arrays(spec: TensorSpec, block: Block) -> tuple[np.ndarray, np.ndarray]:

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 from deltasync.errors import InvalidInputError
 from deltasync.format import limits
-from deltasync.format.changes import Changes, slice_runs
 from deltasync.format.digest import StateDigest
 from deltasync.format.payload import Block
-from deltasync.format.weights import Runs, Weights
-from deltasync.kernels.dispatch import kernels
+from deltasync.format.weights import Changes, Runs, Weights, slice_runs
+from deltasync.kernels import kernels
 
 EXP = "exp/1"
 ABS = "abs/1"

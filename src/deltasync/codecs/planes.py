@@ -5,11 +5,10 @@ Anchors consist of it, and a block of a delta falls back to it when so much chan
 
 from dataclasses import replace
 
-from deltasync.format.changes import Changes
 from deltasync.format.digest import StateDigest
 from deltasync.format.payload import Block
-from deltasync.format.weights import Readable, Region, Runs, Weights
-from deltasync.kernels.dispatch import kernels
+from deltasync.format.weights import Changes, Readable, Region, Runs, Weights
+from deltasync.kernels import kernels
 
 PLANES = "planes/1"
 
@@ -35,7 +34,7 @@ def decode(old: Weights, block: Block, *, relative: bool) -> tuple[list[Changes]
     """All elements, and what they add to the digest: of `old` if `relative`, else of a state of zeros."""
     region = old.region(block.runs)
     bits = kernels().decode_planes(block.data, region.elements, region.dtype)
-    gained = StateDigest(*kernels().digest(region.holding(bits)))
+    digest_delta = StateDigest(*kernels().digest(region.holding(bits)))
     if relative:
-        gained -= StateDigest(*kernels().digest(region))
-    return [Changes(block.runs, None, bits)], gained
+        digest_delta -= StateDigest(*kernels().digest(region))
+    return [Changes(block.runs, None, bits)], digest_delta

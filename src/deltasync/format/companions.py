@@ -7,10 +7,9 @@ from collections.abc import Mapping
 
 from deltasync.errors import CorruptError, FormatError, InvalidInputError
 from deltasync.format import limits
-from deltasync.format.dtypes import DTYPES
-from deltasync.format.layout import TensorSpec
-from deltasync.format.payload import FORMAT
+from deltasync.format.layout import DTYPES, TensorSpec
 from deltasync.format.safetensors import header_bytes, parse_header
+from deltasync.format.sealed import FORMAT
 
 KIND = "files"
 

@@ -7,7 +7,7 @@ import re
 
 from deltasync.errors import InvalidInputError
 from deltasync.format import limits
-from deltasync.format.strict_json import is_sha256
+from deltasync.format.sealed import is_sha256
 
 FEED = "feed.json"
 FLOOR = "floor.json"

@@ -8,9 +8,16 @@ from typing import Any, Literal
 from deltasync.errors import CorruptError, FormatError
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest
-from deltasync.format.payload import FORMAT
-from deltasync.format.seal import SEAL, require_sealed, sealed
-from deltasync.format.strict_json import is_count, is_sha256, parse_object, require_understood
+from deltasync.format.sealed import (
+    FORMAT,
+    SEAL,
+    is_count,
+    is_sha256,
+    parse_object,
+    require_sealed,
+    require_understood,
+    sealed,
+)
 
 Data = bytes | bytearray | memoryview
 Kind = Literal["anchor", "delta", "skip", "base"]

@@ -13,15 +13,12 @@ import numpy as np
 
 from deltasync.errors import CorruptError, FormatError
 from deltasync.format.digest import StateDigest, layout_digest
-from deltasync.format.dtypes import DTYPES, DType
-from deltasync.format.index import COO, PLANES, BlockRecord, decode_index, encode_index
-from deltasync.format.layout import Layout, TensorSpec
-from deltasync.format.runs import require_disjoint
+from deltasync.format.index import COO, PLANES, BlockRecord, decode_index, encode_index, require_disjoint
+from deltasync.format.layout import DTYPES, DType, Layout, TensorSpec
 from deltasync.format.safetensors import Entry, Header, Read, header_bytes, read_exactly, read_header
-from deltasync.format.strict_json import is_decimal
+from deltasync.format.sealed import FORMAT, is_decimal
 from deltasync.format.weights import Runs
 
-FORMAT = "deltasync/1"
 INDEX_NAME = "deltasync.index"
 Kind = Literal["delta", "anchor", "shard"]
 """A shard is a part of an anchor: it covers some of the elements, and its digest counts the others as zero."""
@@ -104,10 +101,10 @@ class Payload:
             version=None if (version := header.metadata.get("version")) is None else int(version),
         )
         _check_consistent(parsed, records)
-        for name, told in _metadata(parsed, records).items():
-            if header.metadata[name] != told:
+        for name, message in _metadata(parsed, records).items():
+            if header.metadata[name] != message:
                 rule = "payload.layout" if name == "layout_sha256" else "payload.totals"
-                raise CorruptError(f"{name} is {header.metadata[name]:.80}, the index says {told}", rule=rule)
+                raise CorruptError(f"{name} is {header.metadata[name]:.80}, the index says {message}", rule=rule)
         return cls(parsed, _located(layout, records, header), nbytes, read)
 
     def block(self, i: int) -> Block:
@@ -249,8 +246,8 @@ def _checked_metadata(metadata: dict[str, str]) -> Kind:
     needed = ["layout_sha256", "digest", "elements", "changed", *(["parent_digest"] if kind == "delta" else [])]
     missing = [name for name in needed if name not in metadata]
     if missing or (kind != "delta" and "parent_digest" in metadata):
-        told = f"lacks {', '.join(missing)}" if missing else f"names a parent of a payload of kind {kind}"
-        raise CorruptError(f"__metadata__ {told}", rule="payload.metadata")
+        message = f"lacks {', '.join(missing)}" if missing else f"names a parent of a payload of kind {kind}"
+        raise CorruptError(f"__metadata__ {message}", rule="payload.metadata")
     if not all(is_decimal(metadata.get(name, "0")) for name in ("elements", "changed", "version")):
         raise CorruptError("elements, changed or version is not a decimal number", rule="payload.metadata")
     return known

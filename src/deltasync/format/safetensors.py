@@ -11,9 +11,8 @@ from typing import Any
 
 from deltasync.errors import CorruptError, FormatError
 from deltasync.format import limits
-from deltasync.format.dtypes import DTYPES, DType
-from deltasync.format.layout import TensorSpec
-from deltasync.format.strict_json import is_count, parse_object
+from deltasync.format.layout import DTYPES, DType, TensorSpec
+from deltasync.format.sealed import is_count, parse_object
 
 Read = Callable[[int, int], bytes]
 """`read(offset, length)` gives exactly that range of a file, less only where the file ends."""

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from deltasync.errors import CorruptError, InvalidInputError
-from deltasync.format.changes import Positions
-from deltasync.format.dtypes import DTYPES, DType
-from deltasync.format.weights import Bits, Region
+from deltasync.format.layout import DTYPES, DType
+from deltasync.format.weights import Bits, Positions, Region
 from deltasync.kernels import _native
 
 Lanes = tuple[int, int]

@@ -1,20 +1,199 @@
-"""The kernels in NumPy: the readable definition of docs/format.md, and the oracle of the native ones.
+"""The kernels in NumPy: the readable definition of docs/format.md, and the oracle for the native kernels.
 
-Every function here has a native twin that gives the same bytes, the same arrays and the same errors.
+Every function here has a native twin that returns the same bytes, the same arrays and the same errors.
+
+The state digest is, in each of two lanes, the sum over all elements of key(tensor, index) * bits, modulo 2^64. A key is
+the product of a row part (tensor and index >> 10) and a column part (index & 1023). Keys are odd, so a change of any
+single element always changes the digest. An 8-byte element counts as two 4-byte ones, low half first: the top bits of a
+64-bit product would depend on too few bits of the key.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.errors import CorruptError, InvalidInputError
 from deltasync.format import limits
-from deltasync.format.changes import Positions, slice_runs
-from deltasync.format.dtypes import DType
-from deltasync.format.weights import Bits, Region
-from deltasync.kernels import classes, digesting, sequence
-from deltasync.kernels.wire import ByteReader, varint
+from deltasync.format.layout import DType
+from deltasync.format.weights import Bits, Positions, Region, slice_runs
+from deltasync.kernels import rans
+from deltasync.kernels.rans import ByteReader, varint
+
+COLUMNS = 1024
+LANES = 2
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection of 64-bit numbers that scatters them well (the finalizer of splitmix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@cache
+def columns(lane: int) -> NDArray[np.uint64]:
+    """The column parts of one lane."""
+    return mix(np.arange(1, COLUMNS + 1, dtype=np.uint64) + np.uint64(lane << 32)) | np.uint64(1)
+
+
+def gain(region: Region, positions: NDArray[np.uint32], before: Bits, after: Bits) -> tuple[int, int]:
+    """The sum of key * (after - before) over the elements at `positions`, per lane."""
+    ends = np.cumsum(region.runs[:, 2])
+    run = np.searchsorted(ends, positions, side="right")
+    index = positions.astype(np.uint64) - (ends - region.runs[:, 2])[run].astype(np.uint64) + region.keys[run, 2]
+    if region.dtype.width == 8:
+        run = np.repeat(run, 2)
+        index = (np.column_stack((index, index)) * np.uint64(2) + np.arange(2, dtype=np.uint64)).reshape(-1)
+        before, after = before.view("<u4"), after.view("<u4")
+    amounts = after.astype(np.uint64) - before.astype(np.uint64)
+    sums = []
+    for lane in range(LANES):
+        row = mix(region.keys[run, lane] + ((index >> np.uint64(10)) + np.uint64(1)) * _GOLDEN) | np.uint64(1)
+        key = row * columns(lane)[index & np.uint64(COLUMNS - 1)]
+        sums.append(int((key * amounts).sum(dtype=np.uint64)))
+    return sums[0], sums[1]
+
+
+CLASSES_MAX = limits.CLASSES_MAX
+
+# The rest of this module's constants steer the writer only; a reader takes whatever thresholds it finds.
+_CLASSES_WANTED = 10
+_CLASS_COST_BITS = 320
+_ELEMENTS_ALL_BELOW, _CHANGES_ALL_BELOW = 1 << 19, 1 << 15
+_SAMPLE_RUN, _SAMPLE_SCALE = 256, 124
+
+
+def exponents(dtype: DType, bits: Bits) -> NDArray[np.uint64]:
+    """The exponent field of each element; 0 for integers."""
+    wide: NDArray[np.uint64] = bits.astype(np.uint64)
+    found: NDArray[np.uint64] = (wide >> np.uint64(dtype.exponent_shift)) & np.uint64(dtype.exponent_mask)
+    return found
+
+
+def zigzag_steps(dtype: DType, before: Bits, after: Bits) -> NDArray[np.uint64]:
+    """Signed distance in the order of values, folded: +1, -1, +2, -2, ... become 0, 1, 2, 3, ..."""
+    width = 8 * dtype.width
+    step = (_ordinal(dtype, after) - _ordinal(dtype, before)).astype(before.dtype)
+    negative = (step >> before.dtype.type(width - 1)) != 0
+    magnitude = np.where(negative, (~step + before.dtype.type(1)), step).astype(np.uint64)
+    folded: NDArray[np.uint64] = (magnitude - np.uint64(1)) * np.uint64(2) + negative
+    return folded
+
+
+def step_from(dtype: DType, before: Bits, zigzag: NDArray[np.uint64]) -> Bits:
+    """The inverse of `zigzag_steps`: new bits from old bits."""
+    magnitude = ((zigzag >> np.uint64(1)) + np.uint64(1)).astype(before.dtype)
+    ordinal = _ordinal(dtype, before)
+    moved = np.where(zigzag & np.uint64(1), ordinal - magnitude, ordinal + magnitude).astype(before.dtype)
+    return _from_ordinal(dtype, moved)
+
+
+def choose(dtype: DType, before: Bits, positions: NDArray[np.uint32], values: Bits) -> NDArray[np.uint8]:
+    """Thresholds between classes: neighbouring exponents are merged while that costs less than a class's tables."""
+    if not dtype.is_float:
+        return np.empty(0, np.uint8)
+    scale = 1
+    if len(before) >= _ELEMENTS_ALL_BELOW and len(positions) >= _CHANGES_ALL_BELOW:
+        scale, sampled = _SAMPLE_SCALE, _in_sample(positions)
+        positions, values = positions[sampled], values[sampled]
+    were = before[positions]
+    symbols = rans.buckets(zigzag_steps(dtype, were, values))[0]
+    steps = np.zeros((dtype.exponent_mask + 1, rans.BUCKETS_MAX), np.int64)
+    np.add.at(steps, (exponents(dtype, were).astype(np.int64), symbols), scale)
+    total = np.maximum(_population(dtype, before), steps.sum(axis=1))
+    firsts = np.flatnonzero(total).tolist()
+    groups = [(int(total[e]), steps[e]) for e in firsts]
+    costs = [_cost(*g) for g in groups]
+    joined = [_joined(groups, i) for i in range(len(groups) - 1)]
+    while joined:
+        growth = [_cost(*joined[i]) - costs[i] - costs[i + 1] for i in range(len(joined))]
+        i = int(np.argmin(growth))
+        if len(groups) <= _CLASSES_WANTED and growth[i] > _CLASS_COST_BITS << 12:
+            break
+        groups[i : i + 2] = [joined[i]]
+        costs[i : i + 2] = [_cost(*joined[i])]
+        del firsts[i + 1]
+        del joined[i]
+        for j in (i - 1, i):
+            if 0 <= j < len(joined):
+                joined[j] = _joined(groups, j)
+    return np.array(firsts[1:], np.uint8)
+
+
+def entropy_q12(counts: NDArray[np.int64]) -> int:
+    """Bits to code symbols with these counts by an ideal order-0 coder, in units of 1/4096 bit."""
+    total = int(counts.sum())
+    return _n_log2_n(total) - sum(_n_log2_n(int(c)) for c in counts.tolist())
+
+
+def _ordinal(dtype: DType, bits: Bits) -> Bits:
+    """Floats: bits as integers that ascend with the value, -0.0 just below +0.0. Integers: as they are."""
+    if not dtype.is_float:
+        return bits
+    sign = bits.dtype.type(1 << (8 * dtype.width - 1))
+    return np.where(bits & sign, ~bits, bits | sign).astype(bits.dtype)
+
+
+def _from_ordinal(dtype: DType, ordinal: Bits) -> Bits:
+    if not dtype.is_float:
+        return ordinal
+    sign = ordinal.dtype.type(1 << (8 * dtype.width - 1))
+    return np.where(ordinal & sign, ordinal ^ sign, ~ordinal).astype(ordinal.dtype)
+
+
+def _in_sample(positions: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Which positions belong to the fixed sample of a large block."""
+    found: NDArray[np.bool_] = positions % (_SAMPLE_RUN * _SAMPLE_SCALE) < _SAMPLE_RUN
+    return found
+
+
+def _population(dtype: DType, before: Bits) -> NDArray[np.int64]:
+    """How many elements have each exponent: counted in small blocks, estimated from the sample in large ones."""
+    scale = 1
+    if len(before) >= _ELEMENTS_ALL_BELOW:
+        scale, before = _SAMPLE_SCALE, before[_in_sample(np.arange(len(before)))]
+    return np.bincount(exponents(dtype, before).astype(np.int64), minlength=dtype.exponent_mask + 1) * scale
+
+
+def _joined(groups: list[tuple[int, NDArray[np.int64]]], i: int) -> tuple[int, NDArray[np.int64]]:
+    (a, b), (c, d) = groups[i], groups[i + 1]
+    return a + c, b + d
+
+
+def _cost(total: int, steps: NDArray[np.int64]) -> int:
+    """Bits, in 1/4096, to tell which of `total` elements changed and by which step symbol."""
+    cost = _n_log2_n(total) - _n_log2_n(total - int(steps.sum()))
+    return cost - sum(_n_log2_n(int(n)) for n in steps[steps > 0].tolist())
+
+
+@cache
+def _log2_table() -> list[int]:
+    """floor(2^24 * log2(1 + i/256)) by repeated squaring: integers only, so that every machine gets the same table."""
+    table = []
+    for i in range(256):
+        y, value = (256 + i) << 22, 0
+        for _ in range(24):
+            y = y * y >> 30
+            value *= 2
+            if y >> 31:
+                y >>= 1
+                value += 1
+        table.append(value)
+    return [*table, 1 << 24]
+
+
+def _n_log2_n(n: int) -> int:
+    """n * log2(n) in units of 1/4096, with straight lines between 256 places an octave; 0 for 0."""
+    if n == 0:
+        return 0
+    e = n.bit_length() - 1
+    place, rest = divmod(((n << 32) >> e) & 0xFFFFFFFF, 1 << 24)
+    low, high = _log2_table()[place : place + 2]
+    return n * ((e << 24) + low + ((high - low) * rest >> 24)) >> 12
+
 
 Lanes = tuple[int, int]
 
@@ -57,13 +236,13 @@ def overwrite(target: Region, positions: Positions, values: Bits) -> None:
 def digest(region: Region) -> Lanes:
     """The sum of key times bits over all elements of the region."""
     bits = region.gather()
-    return digesting.gain(region, np.arange(len(bits), dtype=np.uint32), np.zeros_like(bits), bits)
+    return gain(region, np.arange(len(bits), dtype=np.uint32), np.zeros_like(bits), bits)
 
 
 def digest_change(old: Region, positions: Positions, values: Bits) -> Lanes:
     """What the digest gains when `values` overwrite `old` at `positions`."""
     _check_pairs(positions, values, old.elements)
-    return digesting.gain(old, positions, old.gather()[positions], np.ascontiguousarray(values))
+    return gain(old, positions, old.gather()[positions], np.ascontiguousarray(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +267,8 @@ def encode_changes(old: Region, positions: Positions, values: Bits) -> tuple[boo
     """
     before = old.gather()
     _check_changes(positions, values, before)
-    chosen = classes.choose(old.dtype, before, positions, values)
-    view = _ClassView.of(classes.exponents(old.dtype, before), chosen)
+    chosen = choose(old.dtype, before, positions, values)
+    view = _ClassView.of(exponents(old.dtype, before), chosen)
     rank_of = np.empty(len(before), np.int64)
     rank_of[view.order] = np.arange(len(before))
     # Sorting by place in class order lists the changed elements class by class, ascending inside each.
@@ -102,9 +281,9 @@ def encode_changes(old: Region, positions: Positions, values: Bits) -> tuple[boo
     out += chosen.tobytes()
     for count in counts:
         out += varint(count)
-    out += sequence.encode_buckets(gaps, counts)
-    steps = classes.zigzag_steps(old.dtype, before[positions], values)
-    relative = sequence.encode_buckets(steps[by_class], counts)
+    out += rans.encode_buckets(gaps, counts)
+    steps = zigzag_steps(old.dtype, before[positions], values)
+    relative = rans.encode_buckets(steps[by_class], counts)
     # Steps this long are not small moves of old values; the new values by themselves may be shorter.
     wide = 8 * len(relative) > _STEP_BITS_WIDE * len(positions)
     planes = _encode_planes(values, old.dtype) if wide else relative
@@ -134,18 +313,18 @@ def decode_changes(old: Region, data: bytes, *, absolute: bool) -> tuple[Positio
     counts = [reader.varint() for _ in range(len(thresholds) + 1)]
     if sum(counts) > len(before):
         raise CorruptError(f"{sum(counts)} changes among {len(before)} elements", rule="changes.count")
-    gaps = sequence.decode_buckets(reader, counts, value_bits=limits.BLOCK_ELEMENTS_LOG2)
+    gaps = rans.decode_buckets(reader, counts, value_bits=limits.BLOCK_ELEMENTS_LOG2)
     if absolute:
         values = _decode_planes(reader, len(gaps), old.dtype)
     else:
-        steps = sequence.decode_buckets(reader, counts, value_bits=8 * old.dtype.width)
+        steps = rans.decode_buckets(reader, counts, value_bits=8 * old.dtype.width)
     reader.require_end()
-    view = _ClassView.of(classes.exponents(old.dtype, before), thresholds)
+    view = _ClassView.of(exponents(old.dtype, before), thresholds)
     found = view.order[_places(gaps, counts, view.starts)]
     ascending = np.argsort(found)
     positions = found[ascending].astype(np.uint32)
     if not absolute:
-        values = classes.step_from(old.dtype, before[positions], steps[ascending])
+        values = step_from(old.dtype, before[positions], steps[ascending])
     return positions, values, digest_change(old, positions, values)
 
 
@@ -200,7 +379,7 @@ def _decode_planes(reader: ByteReader, elements: int, dtype: DType) -> Bits:
         if mode == _RAW:
             planes[:, plane] = reader.array(np.uint8, elements)
         elif mode == _CODED and elements:
-            planes[:, plane] = sequence.decode_symbols(reader, [elements], alphabet=256)
+            planes[:, plane] = rans.decode_symbols(reader, [elements], alphabet=256)
         else:
             raise CorruptError(f"plane mode {mode}", rule="planes.mode")
     return _rotate(planes.reshape(-1).view(dtype.bits_dtype), dtype, left=False)
@@ -210,9 +389,9 @@ def _encode_plane(plane: NDArray[np.uint8]) -> bytes:
     raw = bytes((_RAW,)) + plane.tobytes()
     counts = np.bincount(plane, minlength=256)
     # A plane that would shrink by less than 1/64 stays raw: reading it is then free.
-    if classes.entropy_q12(counts) >= (len(plane) * 8 - len(plane) // 8) << 12:
+    if entropy_q12(counts) >= (len(plane) * 8 - len(plane) // 8) << 12:
         return raw
-    coded = bytes((_CODED,)) + sequence.encode_symbols(plane, [len(plane)])
+    coded = bytes((_CODED,)) + rans.encode_symbols(plane, [len(plane)])
     return coded if len(coded) < len(raw) else raw
 
 
@@ -262,7 +441,7 @@ def _places(gaps: NDArray[np.uint64], counts: list[int], starts: NDArray[np.int6
 
 def _read_thresholds(reader: ByteReader, dtype: DType) -> NDArray[np.uint8]:
     count = reader.byte()
-    if not 1 <= count <= classes.CLASSES_MAX or (count > 1 and not dtype.is_float):
+    if not 1 <= count <= CLASSES_MAX or (count > 1 and not dtype.is_float):
         raise CorruptError(f"{count} classes of {dtype.name}", rule="changes.classes")
     thresholds = reader.array(np.uint8, count - 1)
     wide = thresholds.astype(np.int64)

@@ -5,11 +5,10 @@ import time
 from collections.abc import Iterator
 
 from deltasync.errors import NotFoundError
-from deltasync.store.checks import require_key, require_prefix, require_range
-from deltasync.store.protocol import Capabilities, Data, ObjectInfo
+from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store, require_key, require_prefix, require_range
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """A dict with a lock. What is put is copied: no caller's buffer is kept."""
 
     def __init__(self, name: str = "") -> None:

@@ -19,8 +19,17 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from deltasync.errors import InvalidInputError, NotFoundError, StoreError
 from deltasync.store.account import KINDS, read_account
-from deltasync.store.checks import byte_view, is_key, require_key, require_prefix, require_range
-from deltasync.store.protocol import Capabilities, Data, ObjectInfo
+from deltasync.store.protocol import (
+    Capabilities,
+    Data,
+    ObjectInfo,
+    Store,
+    byte_view,
+    is_key,
+    require_key,
+    require_prefix,
+    require_range,
+)
 from deltasync.store.remote_errors import CLIENT_ERRORS, is_not_partial, is_past_the_end, translate
 
 if TYPE_CHECKING:
@@ -92,7 +101,7 @@ def open_remote(url: str) -> "RemoteStore":
     return store
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """A prefix of a bucket. `connect` gives a client for requests that may take so many seconds."""
 
     def __init__(self, url: str, connect: Connect) -> None:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from deltasync.errors import StoreError
-from deltasync.store.passing import PassingStore
-from deltasync.store.protocol import Data, ObjectInfo, Store
+from deltasync.store.protocol import Data, ObjectInfo, Store, WrapperStore
 
 Verb = Literal["put", "create", "get", "get_range", "list", "delete"]
 Kind = Literal["refuse", "cut", "lose", "delay", "flip", "crash_before", "crash_after"]
@@ -75,7 +74,7 @@ def at_random(rate: float, faults: Sequence[Fault], *, seed: int) -> Plan:
     return plan
 
 
-class FaultyStore(PassingStore):
+class FaultyStore(WrapperStore):
     """Any store, with the faults of a plan. `operations` has all calls so far; `close` is none."""
 
     def __init__(self, store: Store, plan: Plan = never, *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -143,9 +142,9 @@ class FaultyStore(PassingStore):
 
 
 def _error(operation: Operation, fault: Fault) -> StoreError:
-    told = {"refuse": "was refused", "cut": "was cut off half way", "lose": "gave no answer"}[fault.kind]
+    message = {"refuse": "was refused", "cut": "was cut off half way", "lose": "gave no answer"}[fault.kind]
     return StoreError(
-        f"operation {operation.number}, {operation.verb} {operation.key}, {told}",
+        f"operation {operation.number}, {operation.verb} {operation.key}, {message}",
         transient=fault.transient,
         hint="a fault that was asked for: try again" if fault.transient else "a fault that was asked for",
         key=operation.key,

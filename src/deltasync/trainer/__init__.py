@@ -1,1 +1,1 @@
-"""The trainer's side: weights of torch models become versions of a feed."""
+"""Make versions: from the weights of a running trainer to a feed. No torch."""

@@ -14,16 +14,16 @@ import torch
 from client import Client
 from numpy.typing import NDArray
 from samples import taken
+from wordle.child import Orders, run, tell
+from wordle.policy import loaded_policy
+from wordle.wordle import Array
 
-from deltasync.demo.child import Orders, run, tell
-from deltasync.demo.policy import loaded_policy
-from deltasync.demo.wordle import Array
 from deltasync.errors import EngineError
-from deltasync.log.log import Log
-from deltasync.restore import restore
-from deltasync.store.opening import open_store
+from deltasync.feed.log import Log
+from deltasync.feed.replay import restore
+from deltasync.feed.verify import verify
+from deltasync.store import open_store
 from deltasync.store.protocol import Store
-from deltasync.verify import verify
 
 _TEXTS = 8
 _WITHIN_S = 60.0
@@ -44,7 +44,7 @@ def main(replica: str, feed: str, samples: str, orders: Orders) -> None:
             "audited",
             head=head.version,
             digest=head.digest.hex,
-            is_clean=verify(store, deep=True, threads=1).is_clean,
+            is_clean=verify(store, deep=True).is_clean,
             status={name: status[name] for name in ("version", "head", "lag", "error")},
             scrub=client.control("scrub", {}),
             apart=float(apart[0].mean()),
@@ -72,7 +72,7 @@ def _status_at(client: Client, version: int) -> dict[str, object]:
 def log_probs_of(store: Store, version: int, texts: Array) -> NDArray[np.float64]:
     """The log-probability of each token but the first, by transformers with the weights of a version."""
     folder = Path(f"version-{version}")
-    restore(store, folder, version=version, threads=1)
+    restore(store, folder, version=version)
     ids = torch.from_numpy(texts)
     found = loaded_policy(folder)(input_ids=ids).logits[:, :-1].double().log_softmax(-1)
     told: NDArray[np.float64] = found.gather(2, ids[:, 1:, None])[..., 0].numpy()

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from wordle.policy import FIRST_LETTER, FIRST_MARKED
+from wordle.wordle import LETTERS, Array
 
-from deltasync.demo.policy import FIRST_LETTER, FIRST_MARKED
-from deltasync.demo.wordle import LETTERS, Array
 from deltasync.errors import EngineError
 
 MODEL = "policy"

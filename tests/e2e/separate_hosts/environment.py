@@ -10,13 +10,13 @@ from contextlib import closing
 import numpy as np
 from client import Client
 from samples import GAMES, GROUP, Sample, put
+from wordle.child import Orders, run, tell
+from wordle.playing import Played
+from wordle.policy import BEGIN, FIRST_LETTER, TEXT, mark_tokens
+from wordle.wordle import TURNS, Array, Games, Wordle
 
-from deltasync.demo.child import Orders, run, tell
-from deltasync.demo.playing import Played
-from deltasync.demo.policy import BEGIN, FIRST_LETTER, TEXT, mark_tokens
-from deltasync.demo.wordle import TURNS, Array, Games, Wordle
-from deltasync.log.log import Log
-from deltasync.store.opening import open_store
+from deltasync.feed.log import Log
+from deltasync.store import open_store
 
 
 def main(replica: str, feed: str, samples: str, orders: Orders) -> None:

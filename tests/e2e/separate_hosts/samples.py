@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+from wordle.playing import Played
 
-from deltasync.demo.playing import Played
 from deltasync.store.protocol import Store
 
 GAMES, GROUP = 32, 8

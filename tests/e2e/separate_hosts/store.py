@@ -10,9 +10,10 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from deltasync.demo.child import Orders, run, tell
+from wordle.child import Orders, run, tell
+
 from deltasync.errors import EngineError, StoreError
-from deltasync.store.opening import open_store
+from deltasync.store import open_store
 
 _LOOK_S = 0.2
 

@@ -13,18 +13,18 @@ from itertools import islice
 import torch
 from samples import GROUP, Sample, taken
 from transformers import PreTrainedModel
+from wordle.child import Orders, run, tell
+from wordle.grpo import Learner, loss_of
+from wordle.policy import new_policy
+from wordle.warmup import Warmup
+from wordle.weights import PUBLISHED, digest_of, published_copy
+from wordle.wordle import Wordle
 
-from deltasync.demo.child import Orders, run, tell
-from deltasync.demo.grpo import Learner, loss_of
-from deltasync.demo.policy import new_policy
-from deltasync.demo.warmup import Warmup
-from deltasync.demo.weights import PUBLISHED, digest_of, published_copy
-from deltasync.demo.wordle import Wordle
 from deltasync.errors import EngineError
-from deltasync.store.opening import open_store
+from deltasync.store import open_store
 from deltasync.store.protocol import Store
-from deltasync.trainer.publisher import Publisher
-from deltasync.trainer.transformers import model_files
+from deltasync.torch.publisher import Publisher
+from deltasync.transformers import model_files
 
 _WARMUP_STEPS = 30
 _WARMED_UP = 1
@@ -40,7 +40,7 @@ def main(feed: str, samples: str, steps: int, age_max: int, orders: Orders) -> N
     torch.set_num_threads(1)
     model = new_policy(seed=0)
     files = model_files(model, dtype=PUBLISHED)
-    with closing(open_store(samples)) as store, Publisher(feed, dtype=PUBLISHED, files=files, threads=1) as publisher:
+    with closing(open_store(samples)) as store, Publisher(feed, dtype=PUBLISHED, files=files) as publisher:
         head = _publish(publisher, model, step=0)
         for _ in islice(Warmup(model, Wordle.bundled(), seed=0), _WARMUP_STEPS):
             if orders.stopped.is_set():

@@ -1,0 +1,1 @@
+"""Read and maintain a feed."""

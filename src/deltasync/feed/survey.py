@@ -1,0 +1,158 @@
+"""Everything that is in a feed, read once: for the tools that must see the whole."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
+from deltasync.feed.log import READ_THREADS, Log, parse_manifest
+from deltasync.feed.plan import Edge
+from deltasync.format import keys
+from deltasync.format.manifest import Manifest
+from deltasync.parallel import each
+from deltasync.store.protocol import ObjectInfo
+
+_GAP_MOST = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The manifests that can be read, by version; `damaged` has the errors of the others, by key."""
+
+    versions: dict[int, Manifest]
+    anchors: dict[int, Manifest]
+    skips: dict[tuple[int, int], Manifest]
+    damaged: dict[str, DeltasyncError]
+    payloads: dict[str, ObjectInfo]
+    floor: int
+
+    @property
+    def head(self) -> int | None:
+        """The newest version, readable or not."""
+        return max(self._listed, default=None)
+
+    def all_versions(self) -> set[int]:
+        """The versions up to the head, with or without a manifest; of a gap only its beginning."""
+        return {*self._listed, *self.missing()}
+
+    def missing(self) -> Iterator[int]:
+        """Versions below the head without a manifest; of a gap at most the first thousand: its end may be nonsense."""
+        expected = 0
+        for version in sorted(self._listed):
+            yield from range(expected, min(version, expected + _GAP_MOST))
+            expected = version + 1
+
+    @property
+    def _listed(self) -> set[int]:
+        unreadable = (keys.parse_version_key(key) for key in self.damaged)
+        return {*self.versions, *(version for version in unreadable if version is not None)}
+
+    def holds(self, edge: Edge) -> bool:
+        """Whether all objects that an edge needs are in the store, in their full size."""
+        found = ((self.payloads.get(ref.sha256), ref) for ref in edge.manifest.refs)
+        return all(item is not None and item.nbytes == ref.nbytes for item, ref in found)
+
+    def edges(self) -> Iterator[Edge]:
+        """Every readable manifest as an edge."""
+        for version, manifest in self.versions.items():
+            yield Edge(keys.version_key(version), manifest)
+        for version, manifest in self.anchors.items():
+            yield Edge(keys.anchor_key(version), manifest)
+        for (start, end), manifest in self.skips.items():
+            yield Edge(keys.skip_key(start, end), manifest)
+
+
+def survey(log: Log) -> Survey:
+    """Read a feed.
+
+    Payloads are listed last: what a manifest names was put before the manifest, so a commit at the same moment does not
+    look like a payload that is missing. Only the floor is read later still: `prune` raises it before it deletes, so
+    that what is gone is seen to be given up.
+    """
+    damaged: dict[str, DeltasyncError] = {}
+    found: dict[str, Manifest] = {}
+
+    def read(key: str) -> tuple[str, Manifest | DeltasyncError | None]:
+        try:
+            return key, parse_manifest(key, log.store.get(key))
+        except NotFoundError:
+            # Removed by `prune` since it was listed.
+            return key, None
+        except (CorruptError, FormatError) as error:
+            return key, error
+
+    manifests = [
+        item.key
+        for prefix in (keys.VERSIONS, keys.ANCHORS, keys.SKIPS)
+        for item in log.store.list(prefix)
+        if _is_manifest(item.key)
+    ]
+    for key, outcome in each(read, manifests, waiting=READ_THREADS):
+        if isinstance(outcome, DeltasyncError):
+            damaged[key] = outcome
+        elif outcome is not None:
+            found[key] = outcome
+    try:
+        log.feed()
+    except (CorruptError, FormatError) as error:
+        damaged[keys.FEED] = error
+    payloads = _payloads(log)
+    floor = 0
+    try:
+        floor = log.floor()
+    except (CorruptError, FormatError) as error:
+        damaged[keys.FLOOR] = error
+    return Survey(
+        versions=dict(_picked(found, keys.parse_version_key)),
+        anchors=dict(_picked(found, keys.parse_anchor_key)),
+        skips={pair: m for key, m in found.items() if (pair := keys.parse_skip_key(key)) is not None},
+        damaged=damaged,
+        payloads=payloads,
+        floor=floor,
+    )
+
+
+def without_pruned(log: Log, found: Survey) -> Survey:
+    """The same survey a while later, without the payloads that `prune` has deleted since."""
+    left = _payloads(log)
+    return replace(
+        found,
+        payloads={sha256: item for sha256, item in found.payloads.items() if sha256 in left},
+        floor=found.floor if keys.FLOOR in found.damaged else log.floor(),
+    )
+
+
+def reachable(edges: Iterable[Edge]) -> set[int]:
+    """The versions that some way leads to from nothing."""
+    by_start: dict[int | None, list[int]] = {}
+    for edge in edges:
+        by_start.setdefault(edge.start, []).append(edge.end)
+    seen: set[int] = set()
+    waiting = list(by_start.get(None, ()))
+    while waiting:
+        version = waiting.pop()
+        if version not in seen:
+            seen.add(version)
+            waiting.extend(by_start.get(version, ()))
+    return seen
+
+
+def is_given_up(edge: Edge, floor: int) -> bool:
+    """Whether `prune` no longer promises the payloads of an edge."""
+    return edge.end < floor if edge.start is None else edge.start < floor
+
+
+def _payloads(log: Log) -> dict[str, ObjectInfo]:
+    found = ((keys.parse_payload_key(item.key), item) for item in log.store.list(keys.PAYLOADS))
+    return {sha256: item for sha256, item in found if sha256 is not None}
+
+
+def _is_manifest(key: str) -> bool:
+    parsers: tuple[Callable[[str], object], ...] = (keys.parse_version_key, keys.parse_anchor_key, keys.parse_skip_key)
+    return any(parse(key) is not None for parse in parsers)
+
+
+def _picked(found: dict[str, Manifest], parse: Callable[[str], int | None]) -> Iterator[tuple[int, Manifest]]:
+    for key, manifest in found.items():
+        version = parse(key)
+        if version is not None:
+            yield version, manifest

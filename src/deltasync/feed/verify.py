@@ -1,0 +1,309 @@
+"""Check every version of a feed: what is damaged, and which versions are lost with it."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deltasync import blocks
+from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
+from deltasync.feed.fetch import fetch_files, fetch_payloads
+from deltasync.feed.log import Log, require_follows
+from deltasync.feed.plan import Edge
+from deltasync.feed.replay import open_base, zeros
+from deltasync.feed.survey import Survey, is_given_up, reachable, survey, without_pruned
+from deltasync.format import keys
+from deltasync.format.manifest import Manifest, PayloadRef
+from deltasync.format.payload import Payload
+from deltasync.format.weights import Weights
+from deltasync.parallel import Progress, counting
+from deltasync.store import Feed, opened
+
+_DAMAGE = (CorruptError, FormatError, MismatchError, NotFoundError)
+
+
+class DeepCheck:
+    """One walk through the versions in order, holding the weights of the one reached last.
+
+    `damaged` has the error of each manifest (by key) whose payloads are not what it promises; `unchecked` says in words
+    what could not be looked at.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        found: Survey,
+        known_bad: Collection[str],
+        *,
+        base: Path | None,
+        progress: Progress | None,
+    ) -> None:
+        self.damaged: dict[str, DeltasyncError] = {}
+        self._log = log
+        self._head = found.head
+        self._base = base
+        # What `prune` gave up has no payloads any more.
+        self._edges = [edge for edge in found.edges() if edge.key not in known_bad and found.holds(edge)]
+        self._count = counting(progress, "verify", sum(edge.nbytes for edge in self._edges))
+        self._held: tuple[int, Weights] | None = None
+        self._not_decoded = 0
+        self._absent_bases: list[str] = []
+
+    @property
+    def unchecked(self) -> list[str]:
+        """What could not be looked at, in words."""
+        told = list(self._absent_bases)
+        if self._not_decoded:
+            told.append(
+                f"{self._not_decoded} manifests whose payloads have the right SHA-256 but were not decoded: "
+                "the versions that they start from cannot be rebuilt"
+            )
+        return told
+
+    def run(self) -> None:
+        """Check every edge once."""
+        for edge in sorted(self._edges, key=_walking_order):
+            try:
+                self._check(edge)
+            except _DAMAGE as error:
+                self.damaged[edge.key] = error
+        self._check_files()
+
+    def _check(self, edge: Edge) -> None:
+        held = self._weights_of(edge.end if edge.start is None else edge.start)
+        if edge.manifest.kind == "base":
+            self._enter_base(edge)
+        elif edge.start is None and held is None:
+            self._enter_anchor(edge)
+        elif edge.manifest.kind == "delta" and held is not None:
+            self._advance(edge, held)
+        else:
+            self._check_aside(edge, held)
+
+    def _enter_base(self, edge: Edge) -> None:
+        try:
+            base = open_base(edge.manifest, at=self._base).weights
+        except NotFoundError as error:
+            self._absent_bases.append(f"the base of version {edge.end}, and what follows from it: {error}")
+            return
+        self._held = edge.end, Weights(base.layout, tuple(array.copy() for array in base.arrays))
+
+    def _enter_anchor(self, edge: Edge) -> None:
+        self._held = None
+        weights: Weights | None = None
+        for payload in self._payloads(edge.manifest):
+            weights = zeros(payload.header.layout) if weights is None else weights
+            blocks.decode_into(weights, weights, payload.blocks(), relative=False)
+        if weights is not None:
+            self._require_digest(edge.manifest, weights)
+            self._held = edge.end, weights
+
+    def _advance(self, edge: Edge, weights: Weights) -> None:
+        # Until all of it is in, these are the weights of no version.
+        self._held = None
+        for payload in self._payloads(edge.manifest, onto=weights):
+            blocks.decode_into(weights, weights, payload.blocks(), relative=True)
+        if edge.end == self._head:
+            self._require_digest(edge.manifest, weights)
+        self._held = edge.end, weights
+
+    def _check_aside(self, edge: Edge, old: Weights | None) -> None:
+        """A skip, or an anchor of weights that are there already: decoded, and not kept."""
+        self._not_decoded += old is None
+        for payload in self._payloads(edge.manifest, onto=old):
+            relative = edge.start is not None
+            if old is None:
+                for _ in payload.blocks():
+                    pass
+            else:
+                for _ in blocks.decode(old, payload.blocks(), relative=relative):
+                    pass
+
+    def _check_files(self) -> None:
+        by_ref: dict[PayloadRef, list[Edge]] = {}
+        for edge in self._edges:
+            if edge.manifest.files is not None:
+                by_ref.setdefault(edge.manifest.files, []).append(edge)
+        for edges in by_ref.values():
+            try:
+                fetch_files(self._log.store, edges[0].manifest)
+            except _DAMAGE as error:
+                self.damaged.update((edge.key, error) for edge in edges)
+
+    def _payloads(self, manifest: Manifest, *, onto: Weights | None = None) -> Iterator[Payload]:
+        for payload in fetch_payloads(self._log.store, [manifest]):
+            if onto is not None:
+                ours = f"the {manifest.kind} to version {manifest.version}"
+                payload.header.layout.require_equal(onto.layout, ours=ours, theirs="the version before it")
+            yield payload
+            if self._count is not None:
+                self._count(payload.nbytes)
+
+    def _weights_of(self, version: int) -> Weights | None:
+        return self._held[1] if self._held is not None and self._held[0] == version else None
+
+    def _require_digest(self, manifest: Manifest, weights: Weights) -> None:
+        found = blocks.digest(weights)
+        if found != manifest.digest:
+            told = f"version {manifest.version} came out with the digest {found}, not {manifest.digest}"
+            raise CorruptError(told, rule="restore.digest", version=manifest.version)
+
+
+def _walking_order(edge: Edge) -> tuple[int, int]:
+    """Version by version: first the delta that leads there, then its anchors, then the skips that start there."""
+    if edge.manifest.kind == "skip" and edge.start is not None:
+        return edge.start, 2
+    return edge.end, 0 if edge.start is not None else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is wrong, under the key of the manifest that it makes useless. `takes`: versions lost with it."""
+
+    key: str
+    error: DeltasyncError
+    takes: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "kind": self.error.kind,
+            "rule": self.error.rule,
+            "message": self.error.message,
+            "takes": list(self.takes),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What `verify` found. `lost` versions cannot be restored any more; `pruned` ones were given up on purpose."""
+
+    head: int | None
+    deep: bool
+    restorable: tuple[int, ...]
+    lost: tuple[int, ...]
+    pruned: tuple[int, ...]
+    damages: tuple[Damage, ...]
+    unchecked: tuple[str, ...]
+    orphans: int
+    orphan_bytes: int
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.damages and not self.lost
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "clean": self.is_clean,
+            "deep": self.deep,
+            "head": self.head,
+            "restorable": list(self.restorable),
+            "lost": list(self.lost),
+            "pruned": list(self.pruned),
+            "damages": [damage.to_json() for damage in self.damages],
+            "unchecked": list(self.unchecked),
+            "orphans": self.orphans,
+            "orphan_bytes": self.orphan_bytes,
+        }
+
+
+def verify(
+    feed: Feed,
+    *,
+    deep: bool = False,
+    base: Path | None = None,
+    progress: Progress | None = None,
+) -> Verification:
+    """Walk all chains of a feed. Damage is reported, never raised; StoreError if the store itself fails.
+
+    Shallow: manifests, links, presence and size of payloads. Deep: also their SHA-256, every block decoded against the
+    state that it belongs to, and state digests; this needs memory for the weights. `base` is a local copy of the
+    checkpoint that the feed began with.
+    """
+    with opened(feed) as store:
+        log = Log(store)
+        found = survey(log)
+        damages = [Damage(key, error) for key, error in found.damaged.items()]
+        damages += _broken_links(found)
+        damages += _missing_payloads(found)
+        unchecked: list[str] = []
+        if deep:
+            bad = {damage.key for damage in damages}
+            check = DeepCheck(log, found, bad, base=base, progress=progress)
+            check.run()
+            found = without_pruned(log, found)
+            given_up = {edge.key for edge in found.edges() if is_given_up(edge, found.floor) and not found.holds(edge)}
+            damages += [Damage(key, error) for key, error in check.damaged.items() if key not in given_up]
+            unchecked = check.unchecked
+        return _report(found, damages, unchecked, deep=deep)
+
+
+def _broken_links(found: Survey) -> Iterator[Damage]:
+    for version in found.missing():
+        key = keys.version_key(version)
+        yield Damage(key, NotFoundError(f"version {version} is missing", rule="chain.gap", version=version, key=key))
+    for version, manifest in found.versions.items():
+        before = found.versions.get(version - 1)
+        if before is not None:
+            try:
+                require_follows(before, manifest)
+            except CorruptError as error:
+                yield Damage(keys.version_key(version), error)
+    for edge in found.edges():
+        for at, digest in ((edge.start, edge.manifest.parent_digest), (edge.end, edge.manifest.digest)):
+            told = None if at is None else found.versions.get(at)
+            if told is not None and digest != told.digest and edge.key != keys.version_key(edge.end):
+                text = f"{edge.key} says that version {at} has the digest {digest}, it has {told.digest}"
+                yield Damage(edge.key, CorruptError(text, rule="chain.link", key=edge.key, version=at))
+
+
+def _missing_payloads(found: Survey) -> Iterator[Damage]:
+    for edge in found.edges():
+        if is_given_up(edge, found.floor):
+            continue
+        for ref in edge.manifest.refs:
+            key = keys.payload_key(ref.sha256)
+            stored = found.payloads.get(ref.sha256)
+            error: DeltasyncError
+            if stored is None:
+                error = NotFoundError(f"{key} is missing, {edge.key} names it", rule="payload.missing", key=key)
+            elif stored.nbytes != ref.nbytes:
+                told = f"{key} has {stored.nbytes} bytes, {edge.key} names {ref.nbytes}"
+                error = CorruptError(told, rule="payload.size", key=key)
+            else:
+                continue
+            yield Damage(edge.key, error)
+
+
+def _report(found: Survey, damages: list[Damage], unchecked: list[str], *, deep: bool) -> Verification:
+    bad = {damage.key for damage in damages}
+    edges = list(found.edges())
+    every = found.all_versions()
+    good = reachable(edge for edge in edges if edge.key not in bad and found.holds(edge))
+    gone = every - good
+    pruned = {v for v in gone if v < found.floor}
+    # What was given up on purpose did not hold anything up before the damage.
+    standing = [edge for edge in edges if edge.key in bad or found.holds(edge)]
+    named = {ref.sha256 for edge in edges for ref in edge.manifest.refs}
+    orphans = [item for sha256, item in found.payloads.items() if sha256 not in named]
+    return Verification(
+        head=found.head,
+        deep=deep,
+        restorable=tuple(sorted(good)),
+        lost=tuple(sorted(gone - pruned)),
+        pruned=tuple(sorted(pruned)),
+        damages=tuple(replace(d, takes=_taken(standing, d.key, gone - pruned, every)) for d in damages),
+        unchecked=tuple(unchecked),
+        orphans=len(orphans),
+        orphan_bytes=sum(item.nbytes for item in orphans),
+    )
+
+
+def _taken(edges: list[Edge], key: str, lost: set[int], every: set[int]) -> tuple[int, ...]:
+    """The lost versions that this damage alone would cost."""
+    version = keys.parse_version_key(key)
+    without = every - reachable(edge for edge in edges if edge.key != key)
+    if version is not None:
+        # An unreadable manifest is no edge: without the version, what follows from it by deltas is gone as well.
+        without |= {version} & lost
+    return tuple(sorted(without & lost))

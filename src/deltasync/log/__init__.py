@@ -1,1 +1,0 @@
-"""The versions of a feed in a store: read, planned, committed."""

@@ -1,0 +1,171 @@
+"""A checkpoint folder as a target: any engine that loads from disk finds the newest version under one name.
+
+The name is a symbolic link to a folder beside it, one for each version, and a switch is one rename: whoever opens the
+name sees one version, whole. Whoever has files of the version before open keeps them until the switch after this one.
+"""
+
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from deltasync.blocks import overwrite
+from deltasync.checkpoint import map_files, mapped_layout, open_checkpoint, write_checkpoint
+from deltasync.errors import CorruptError, FormatError, InvalidInputError, NotFoundError
+from deltasync.files import locked, sync_folder, temporary_beside
+from deltasync.format.layout import Layout
+from deltasync.format.sealed import FORMAT, is_count, parse_object, require_sealed, sealed
+from deltasync.format.weights import Weights
+from deltasync.replica.target import Damage, Staged
+
+RECORD_NAME = ".deltasync.json"
+_VERSION_MAX = (1 << 63) - 1
+
+
+class FolderTarget:
+    """Keeps `path`, a symbolic link, at a checkpoint folder of the live version. One process for each path."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(os.path.abspath(path))
+        name = re.escape(self._path.name)
+        self._folders = re.compile(rf"{name}\.v[0-9]+(\.[0-9a-f]+)?")
+        self._leftovers = re.compile(rf"\.{name}(\.v[0-9]+(\.[0-9a-f]+)?)?\.[0-9a-f]{{12}}\.tmp")
+        self._before: Path | None = None
+        self._owned = ExitStack()
+        self._is_open = False
+        self._version: int | None = None
+        self._staged: Path | None = None
+
+    @property
+    def reads_mirror(self) -> bool:
+        return False
+
+    @property
+    def engine(self) -> str:
+        return "folder"
+
+    @property
+    def version(self) -> int | None:
+        """The version that the link leads to; None if it leads to none."""
+        self._open()
+        return self._version
+
+    def close(self) -> None:
+        """Let another process have the folder. It stays as it is."""
+        self._owned.close()
+        self._is_open = False
+
+    def require(self, layout: Layout) -> None:
+        """What is in the folder now must have this layout: whoever loads from there expects it."""
+        self._open()
+        if self._version is not None:
+            found = mapped_layout(self._path)
+            if found is not None:
+                found.require_equal(layout, ours=str(self._path), theirs="the feed")
+
+    def stage(self, staged: Staged) -> None:
+        """Write the folder of the version beside that of the last."""
+        self._open()
+        self._clean(self._current(), self._before)
+        weights = staged.weights
+
+        def fill(new: Weights) -> None:
+            if staged.changes is None:
+                _copy(weights, new)
+                return
+            _copy(open_checkpoint(self._path).weights, new)
+            for changes in staged.changes:
+                overwrite(new, changes)
+
+        out = self._path.with_name(f"{self._path.name}.v{staged.version}")
+        if out.exists():
+            out = out.with_name(f"{out.name}.{secrets.token_hex(4)}")
+        record = sealed({"format": FORMAT, "version": staged.version, "digest": staged.manifest.digest.hex})
+        write_checkpoint(weights.layout, {**staged.files(), RECORD_NAME: record}, out, fill)
+        self._staged = out
+
+    def commit(self, staged: Staged) -> float:
+        """Switch the link. The folder before stays for who still reads it, older ones go."""
+        out, self._staged = self._staged, None
+        if out is None:
+            raise InvalidInputError(f"version {staged.version} was not staged", hint="call stage first")
+        self._before = self._current()
+        self._version = None
+        since = time.perf_counter()
+        with temporary_beside(self._path) as temporary:
+            temporary.symlink_to(out.name)
+            os.replace(temporary, self._path)
+        sync_folder(self._path.parent)
+        self._version = staged.version
+        pause_s = time.perf_counter() - since
+        self._clean(out, self._before)
+        return pause_s
+
+    def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
+        """Compare the files with the weights. Files that cannot be read as a checkpoint are all damage."""
+        specs = weights.layout.tensors
+        try:
+            checkpoint = open_checkpoint(self._path)
+            checkpoint.weights.layout.require_equal(weights.layout, ours=str(self._path), theirs="the feed")
+        except (CorruptError, FormatError, NotFoundError):
+            self._version = None
+            return [Damage(specs[i].name, specs[i].elements) for i in tensors]
+        counts = {i: int(np.count_nonzero(checkpoint.weights.arrays[i] != weights.arrays[i])) for i in tensors}
+        if repair and any(counts.values()):
+            mapped = map_files(checkpoint.files, writable=True)
+            for i in (i for i, count in counts.items() if count):
+                mapped.weights.arrays[i][:] = weights.arrays[i]
+            mapped.flush()
+        return [Damage(specs[i].name, count) for i, count in counts.items() if count]
+
+    def _open(self) -> None:
+        """Find out what an earlier process left."""
+        if self._is_open:
+            return
+        if os.path.lexists(self._path) and not self._path.is_symlink():
+            raise InvalidInputError(
+                f"{self._path} is not a link that this follower made", hint="choose a path that does not exist yet"
+            )
+        self._owned.enter_context(locked(self._path))
+        self._is_open = True
+        current = self._current()
+        self._version = None if current is None else _recorded(current)
+
+    def _current(self) -> Path | None:
+        """The folder that the link leads to, if it is one of ours."""
+        if not self._path.is_symlink():
+            return None
+        folder = self._path.parent / self._path.readlink()
+        return folder if self._folders.fullmatch(folder.name) is not None and folder.is_dir() else None
+
+    def _clean(self, *kept: Path | None) -> None:
+        """Remove folders of other versions, and what was left half written."""
+        for path in self._path.parent.iterdir():
+            is_old = self._folders.fullmatch(path.name) is not None and path not in kept and path.is_dir()
+            if is_old or (self._leftovers.fullmatch(path.name) is not None and path.is_dir()):
+                shutil.rmtree(path)
+            elif self._leftovers.fullmatch(path.name) is not None and path.is_symlink():
+                path.unlink()
+
+
+def _recorded(folder: Path) -> int | None:
+    """The version that a folder was written as."""
+    try:
+        data = (folder / RECORD_NAME).read_bytes()
+        fields = parse_object(data, what=str(folder / RECORD_NAME), scope="folder")
+        require_sealed(data, fields, what=str(folder / RECORD_NAME), scope="folder")
+    except (CorruptError, FormatError, OSError):
+        return None
+    version = fields.get("version")
+    return version if fields.get("format") == FORMAT and is_count(version, most=_VERSION_MAX) else None
+
+
+def _copy(source: Weights, target: Weights) -> None:
+    for before, after in zip(source.arrays, target.arrays, strict=True):
+        after[:] = before

@@ -1,1 +1,0 @@
-"""Targets: what a replica serves its weights from."""

@@ -1,0 +1,272 @@
+"""Hugging Face Buckets: objects as files of a bucket on the Hub, by the Hub's own client (extra `hf`).
+
+A bucket has no way to write a file only if there is none: `create` is refused, and a feed there has a single writer,
+held by a lease. The client retries by itself, five times and with growing pauses, after connection errors and the
+statuses 408, 429 and 5xx; so nothing is retried here, and what fails with `transient` has failed six times.
+"""
+
+import errno
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from deltasync.errors import InvalidInputError, NotFoundError, StoreError
+from deltasync.store.protocol import (
+    Capabilities,
+    Data,
+    ObjectInfo,
+    Store,
+    is_key,
+    require_key,
+    require_prefix,
+    require_range,
+)
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+RANGE_TIMEOUT_S = 120.0
+"""Without a single byte, of a ranged read. The client knows no time limit for its other requests."""
+
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
+_BUCKET_ID = re.compile(rf"{_NAME}/{_NAME}", re.ASCII)
+_TRANSFER_STATUS = re.compile(r"HTTP status (?:client|server) error \(([0-9]{3})\b", re.ASCII)
+_TRANSFER_DISK_FULL = f"(os error {errno.ENOSPC})"
+_URL_QUERY = re.compile(r"\?[^\s)'\"]+")
+_LATER = "the Hub or the network is in trouble, and the client has already tried for a while: try again later"
+
+
+class BucketStore(Store):
+    """The files of a bucket below a prefix. HF_TOKEN and HF_ENDPOINT are read at each call."""
+
+    def __init__(self, bucket_id: str, prefix: str) -> None:
+        if _BUCKET_ID.fullmatch(bucket_id) is None:
+            raise InvalidInputError(f"{bucket_id!r:.200} is not the id of a bucket", hint="use namespace/name")
+        folder = prefix.strip("/")
+        if folder:
+            require_prefix(f"{folder}/")
+        self._bucket_id = bucket_id
+        self._root = f"{folder}/" if folder else ""
+
+    def __repr__(self) -> str:
+        return f"BucketStore({self._bucket_id!r}, {self._root!r})"
+
+    @property
+    def url(self) -> str:
+        return f"hf://buckets/{self._bucket_id}/{self._root}".rstrip("/")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(create_if_absent=False)
+
+    def put(self, key: str, data: Data) -> None:
+        require_key(key)
+        api = _api()
+        with self._errors("put", key):
+            # The client takes `bytes` and nothing like it.
+            content = data if isinstance(data, bytes) else bytes(data)
+            api.batch_bucket_files(self._bucket_id, add=[(content, self._root + key)])
+
+    def create(self, key: str, data: Data) -> bool:
+        raise StoreError(
+            f"cannot create {key} in {self.url}: a bucket has no create-if-absent",
+            transient=False,
+            hint="let one writer put it under a lease, or reach the bucket by the Hub's S3 gateway (docs/stores.md)",
+            key=key,
+        )
+
+    def get(self, key: str) -> bytes:
+        require_key(key)
+        api = _api()
+        with self._errors("get", key), tempfile.TemporaryDirectory(prefix="deltasync-") as folder:
+            # The client downloads to files only.
+            target = Path(folder, "object")
+            api.download_bucket_files(self._bucket_id, [(self._root + key, target)], raise_on_missing_files=True)
+            return target.read_bytes()
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        require_key(key)
+        require_range(key, offset, length)
+        api = _api()
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            build_hf_headers,
+            hf_raise_for_status,
+            http_backoff,
+        )
+
+        with self._errors("get", key):
+            # HTTP cannot ask for no bytes at all, but the key must be looked up even so.
+            span = {"Range": f"bytes={offset}-{offset + max(length, 1) - 1}", "Accept-Encoding": "identity"}
+            response = http_backoff(
+                "GET",
+                f"{api.endpoint}/buckets/{self._bucket_id}/resolve/{quote(self._root + key, safe='')}",
+                headers={**build_hf_headers(library_name=api.library_name), **span},
+                timeout=RANGE_TIMEOUT_S,
+            )
+            if response.status_code == 404 and response.headers.get("X-Error-Code") != "RepoNotFound":
+                raise self._not_found(key)
+            if response.status_code == 416:
+                return b""
+            hf_raise_for_status(response)
+            content = bytes(response.content)
+        # A server may ignore the range and send the whole file.
+        return content[:length] if response.status_code == 206 else content[offset : offset + length]
+
+    def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
+        require_prefix(prefix)
+        require_prefix("" if after is None else after)
+        api = _api()
+        below = self._root + prefix
+        with self._errors("list", prefix):
+            entries = list(api.list_bucket_tree(self._bucket_id, below if below else None, recursive=True))
+        found = []
+        for entry in entries:
+            key = entry.path.removeprefix(self._root)
+            if entry.type != "file" or not entry.path.startswith(below) or not is_key(key):
+                continue
+            if after is None or key > after:
+                # A file of unknown age counts as new, so that nobody deletes it for being old.
+                modified = time.time() if entry.uploaded_at is None else entry.uploaded_at.timestamp()
+                found.append(ObjectInfo(key, entry.size, modified))
+        # The Hub promises no order.
+        return iter(sorted(found, key=lambda info: info.key))
+
+    def delete(self, key: str) -> None:
+        require_key(key)
+        api = _api()
+        from huggingface_hub.errors import BucketBatchError
+
+        with self._errors("delete", key):
+            try:
+                api.batch_bucket_files(self._bucket_id, delete=[self._root + key])
+            except BucketBatchError:
+                # Also what a retry is told whose first try went through.
+                if any(api.get_bucket_paths_info(self._bucket_id, [self._root + key])):
+                    raise
+
+    def close(self) -> None:
+        """The client's connections belong to the whole process."""
+
+    def _not_found(self, key: str) -> NotFoundError:
+        return NotFoundError(f"there is no {key} in {self.url}", key=key)
+
+    @contextmanager
+    def _errors(self, verb: str, key: str) -> Iterator[None]:
+        """Turns what the client raises into our errors: its own, those of its HTTP library, and of its transfers."""
+        from huggingface_hub.errors import EntryNotFoundError, HTTPError  # type: ignore[attr-defined]
+
+        try:
+            with _quiet:
+                yield
+        except EntryNotFoundError as error:
+            raise self._not_found(key) from error
+        except (HTTPError, OSError, RuntimeError, ValueError) as error:
+            raise self._store_error(error, f"cannot {verb} {key or 'objects'} in {self.url}", key) from error
+
+    def _store_error(self, error: Exception, what: str, key: str) -> StoreError:
+        from huggingface_hub.errors import BucketBatchError, OfflineModeIsEnabled
+
+        def permanent(reason: str, hint: str) -> StoreError:
+            return StoreError(f"{what}: {reason}", transient=False, hint=hint, key=key)
+
+        status, text = _status(error), _text(error)
+        if isinstance(error, BucketBatchError):
+            reasons = "; ".join(f"{f.get('path')}: {f.get('error')}" for f in error.failures)
+            return permanent(f"the Hub refused {reasons}", "see the reason that the Hub gives")
+        if isinstance(error, OfflineModeIsEnabled):
+            return permanent("the client is offline", "unset HF_HUB_OFFLINE")
+        if getattr(error, "errno", None) == errno.ENOSPC or _TRANSFER_DISK_FULL in text:
+            return permanent("the local disk is full", "free some space where TMPDIR and HF_HOME are, then go on")
+        if status == 401:
+            return permanent("the token is missing or wrong (401)", "set HF_TOKEN, or log in with `hf auth login`")
+        if status == 403:
+            return permanent(f"the token may not do that (403): {text}", "use a token with access to this bucket")
+        if status == 404 and not _is_about_content(error):
+            return permanent(
+                f"there is no bucket {self._bucket_id}, or the token may not see it",
+                f"check the name, or create it with `hf buckets create {self._bucket_id} --private`",
+            )
+        if status is not None and status not in (408, 429) and status < 500:
+            return permanent(text, "check HF_ENDPOINT, and that huggingface_hub is up to date")
+        return StoreError(f"{what}: {text}", transient=True, hint=_LATER, key=key)
+
+
+def _api() -> "HfApi":
+    """A client for one call. The environment is read now: the client itself reads the endpoint when it is imported."""
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise StoreError(
+            "hf:// needs the package huggingface_hub", transient=False, hint="pip install 'deltasync[hf]'"
+        ) from error
+    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")
+    return HfApi(endpoint=endpoint if endpoint else None, library_name="deltasync")
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status behind an error. The transfer library tells it in its text only."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code
+    match = _TRANSFER_STATUS.search(str(error))
+    return None if match is None else int(match[1])
+
+
+def _text(error: Exception) -> str:
+    """What an error says, in one line, without the queries of URLs: signed ones are as good as a token."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError) and error.server_message:
+        return f"{' '.join(error.server_message.split())} ({error.response.status_code})"
+    lines = str(error).strip().splitlines()
+    return _URL_QUERY.sub("", lines[0]) if lines else type(error).__name__
+
+
+def _is_about_content(error: Exception) -> bool:
+    """Whether a transfer failed behind the Hub's doors: it begins by asking for a token, then the bucket is known."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return not isinstance(error, HfHubHTTPError) and "-token" not in str(error)
+
+
+class _Quiet:
+    """No progress bars of the client while calls of ours run: its switch is one for the whole process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._switched = False
+
+    def __enter__(self) -> None:
+        from huggingface_hub import constants
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            are_progress_bars_disabled,
+            disable_progress_bars,
+        )
+
+        with self._lock:
+            if self._calls == 0 and constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+                self._switched = not are_progress_bars_disabled()
+                if self._switched:
+                    disable_progress_bars()
+            self._calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        from huggingface_hub.utils import enable_progress_bars  # type: ignore[attr-defined]
+
+        with self._lock:
+            self._calls -= 1
+            if self._calls == 0 and self._switched:
+                self._switched = False
+                enable_progress_bars()
+
+
+_quiet = _Quiet()

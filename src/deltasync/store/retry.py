@@ -1,0 +1,61 @@
+"""Retries for stores that fail for a while."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from deltasync.errors import StoreError
+from deltasync.store.protocol import ObjectInfo, Store, WrapperStore
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_BACKOFF_FIRST_S = 0.2
+_BACKOFF_MOST_S = 10.0
+
+
+class Retry:
+    """Tries store operations again for `limit_s` each; `count` of them were needed. Each is told at `level`."""
+
+    def __init__(self, limit_s: float, *, level: int = logging.WARNING) -> None:
+        self.count = 0
+        self._limit_s = limit_s
+        self._level = level
+
+    def __call__(self, act: Callable[[], _T]) -> _T:
+        """The result of `act`, which must be safe to repeat; the last error if the store does not recover."""
+        give_up = time.monotonic() + self._limit_s
+        pause_s = _BACKOFF_FIRST_S
+        while True:
+            try:
+                return act()
+            except StoreError as error:
+                if not error.transient or time.monotonic() + pause_s > give_up:
+                    raise
+                logger.log(self._level, "trying again in %.1f s: %s", pause_s, error)
+            self.count += 1
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
+
+
+class RetryingStore(WrapperStore):
+    """Reads are tried again for `limit_s` each; writes are passed on as they are."""
+
+    def __init__(self, store: Store, *, limit_s: float) -> None:
+        super().__init__(store)
+        self._limit_s = limit_s
+
+    def get(self, key: str) -> bytes:
+        return self._retry()(lambda: self._store.get(key))
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        return self._retry()(lambda: self._store.get_range(key, offset, length))
+
+    def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
+        # All of it at once: a listing that breaks off is begun again.
+        return iter(self._retry()(lambda: [*self._store.list(prefix, after=after)]))
+
+    def _retry(self) -> Retry:
+        # Whoever waits for this tells once that the store is away, and not for every read.
+        return Retry(self._limit_s, level=logging.INFO)

@@ -1,0 +1,7 @@
+"""Torch models: publish their weights, and overwrite them in place."""
+
+from deltasync.torch.module import ModuleTarget
+from deltasync.torch.publisher import Publisher
+from deltasync.torch.sharded import ShardedPublisher
+
+__all__ = ["ModuleTarget", "Publisher", "ShardedPublisher"]

@@ -1,0 +1,144 @@
+"""A torch module, or a state dict, in this process as a target: changed elements are overwritten in place."""
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltasync.errors import InvalidInputError
+from deltasync.format.layout import Layout
+from deltasync.format.weights import Bits, Weights, tensor_parts
+from deltasync.replica.target import Damage, Staged
+from deltasync.torch.tensors import TorchState, as_bits, bits_type, host_bits, layout_of, named_tensors
+
+_SIGNED = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+class ModuleTarget:
+    """Tensors of any strides on any device, under the names of the checkpoint; nothing is ever cast.
+
+    `hold` is entered while weights are overwritten: a lock that the generating loop holds for each forward pass, or
+    anything else that can be entered again and again.
+    """
+
+    def __init__(self, module: TorchState, *, hold: AbstractContextManager[object] | None = None) -> None:
+        self._module = module
+        self._hold: AbstractContextManager[object] = nullcontext() if hold is None else hold
+        self._version: int | None = None
+        self._writes: list[_Write] | None = None
+
+    @property
+    def reads_mirror(self) -> bool:
+        return False
+
+    @property
+    def engine(self) -> str:
+        return "torch"
+
+    @property
+    def version(self) -> int | None:
+        """The version that is live; None until the first commit, and while one is written."""
+        return self._version
+
+    def require(self, layout: Layout) -> None:
+        """MismatchError that names the first tensor that is missing, or has another type or shape."""
+        _in_order(named_tensors(self._module), layout)
+
+    def stage(self, staged: Staged) -> None:
+        """Bring the changes to the devices. All weights wait for `commit`: there may be no room for two of them."""
+        layout = staged.weights.layout
+        tensors = _in_order(named_tensors(self._module), layout)
+        if staged.changes is None:
+            bits = zip(tensors, staged.weights.arrays, strict=True)
+            self._writes = [_Write(tensor, None, _as_torch(array)) for tensor, array in bits]
+            return
+        parts: dict[int, list[tuple[NDArray[np.unsignedinteger], Bits]]] = {}
+        for changes in staged.changes:
+            for ordinal, indices, values in tensor_parts(layout, changes):
+                parts.setdefault(ordinal, []).append((indices, values))
+        self._writes = [
+            _scattering(tensors[ordinal], found, is_disjoint=staged.is_one_edge) for ordinal, found in parts.items()
+        ]
+
+    def commit(self, staged: Staged) -> float:
+        """Overwrite what changed, all under the hold; the seconds for which that lasted."""
+        writes, self._writes = self._writes, None
+        if writes is None:
+            raise InvalidInputError(f"version {staged.version} was not staged", hint="call stage first")
+        with self._hold:
+            since = time.perf_counter()
+            self._version = None
+            _perform(writes)
+            self._version = staged.version
+            return time.perf_counter() - since
+
+    def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
+        """Compare bit by bit; a tensor with damage is copied whole."""
+        live = _in_order(named_tensors(self._module), weights.layout)
+        found, writes = [], []
+        for ordinal in tensors:
+            spec, wanted = weights.layout.tensors[ordinal], weights.arrays[ordinal]
+            elements = int(np.count_nonzero(host_bits(live[ordinal], spec.dtype) != wanted))
+            if elements:
+                found.append(Damage(spec.name, elements))
+                writes.append(_Write(live[ordinal], None, _as_torch(wanted)))
+        if writes and repair:
+            with self._hold:
+                _perform(writes)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Write:
+    """New bits for all elements of a tensor, or for those at flat `indices`."""
+
+    tensor: torch.Tensor
+    indices: torch.Tensor | None
+    values: torch.Tensor
+
+    def perform(self) -> None:
+        if self.indices is None:
+            self.tensor.view(bits_type(self.tensor)).copy_(self.values.view(self.tensor.shape))
+        elif self.tensor.is_contiguous():
+            # Of the ways that torch has to do this, by far the quickest on a CPU.
+            as_bits(self.tensor).scatter_(0, self.indices, self.values)
+        else:
+            places = torch.unravel_index(self.indices, self.tensor.shape)
+            self.tensor.view(bits_type(self.tensor)).index_put_(places, self.values)
+
+
+def _scattering(
+    tensor: torch.Tensor, parts: list[tuple[NDArray[np.unsignedinteger], Bits]], *, is_disjoint: bool
+) -> _Write:
+    """One write of all parts, in which the last one wins."""
+    indices = np.concatenate([i for i, _ in parts]).astype(np.int64)
+    values = np.concatenate([v for _, v in parts])
+    if not is_disjoint and len(parts) > 1:
+        # Which of two writes to one place wins is for a device to choose: there must not be two.
+        indices, last = np.unique(indices[::-1], return_index=True)
+        values = values[::-1][last]
+    return _Write(tensor, torch.from_numpy(indices).to(tensor.device), _as_torch(values).to(tensor.device))
+
+
+@torch.inference_mode()
+def _perform(writes: Sequence[_Write]) -> None:
+    for write in writes:
+        write.perform()
+    for device in {write.tensor.device for write in writes if write.tensor.device.type != "cpu"}:
+        torch.get_device_module(device).synchronize(device)
+
+
+def _as_torch(bits: Bits) -> torch.Tensor:
+    return torch.from_numpy(bits.view(_SIGNED[bits.dtype.itemsize]))
+
+
+def _in_order(tensors: dict[str, torch.Tensor], layout: Layout) -> list[torch.Tensor]:
+    layout_of(tensors).require_equal(layout, ours="the module", theirs="the feed")
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise InvalidInputError(f"tensor {name!r:.200} has no data: it is on the device meta", hint="load it first")
+    return [tensors[spec.name] for spec in layout.tensors]

@@ -1,0 +1,96 @@
+"""Changes in runtime coordinates, on their way from the process that follows a feed to a worker on the same host.
+
+One safetensors file for each worker, in shared memory: the worker maps it and has nothing left to do but to write.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.checkpoint import open_checkpoint
+from deltasync.errors import CorruptError
+from deltasync.files import temporary_beside
+from deltasync.format import limits
+from deltasync.format.layout import DTYPES, TensorSpec
+from deltasync.format.safetensors import header_bytes
+from deltasync.format.weights import Bits
+from deltasync.vllm.tracing import Indices
+
+_BITS = {1: DTYPES["U8"], 2: DTYPES["U16"], 4: DTYPES["U32"], 8: DTYPES["U64"]}
+_POSITIONS = DTYPES["U32"]
+_NAME = re.compile(r"(\d{1,18})\.(\d{1,18})\.positions")
+_HINT = "stage the version again"
+SPAN = limits.BLOCK_ELEMENTS_MAX
+"""Places that one segment may lie in: what a kernel overwrites at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """New bits for places of one storage: `first` plus each of the ascending `positions`."""
+
+    storage: int
+    first: int
+    positions: NDArray[np.uint32]
+    values: Bits
+
+
+def segments(storage: int, parts: Sequence[tuple[Indices, Bits]]) -> Iterator[Segment]:
+    """The parts of one storage as segments, with every place once. Where parts overlap, the last one wins."""
+    places = np.concatenate([part for part, _ in parts])
+    values = np.concatenate([bits for _, bits in parts])
+    if (np.diff(places) <= 0).any():
+        order = np.argsort(places, kind="stable")
+        places, values = places[order], values[order]
+        is_last = np.append(places[1:] != places[:-1], True)
+        places, values = places[is_last], values[is_last]
+    for first in range(0, int(places[-1]) + 1 if len(places) else 0, SPAN):
+        lo, hi = np.searchsorted(places, (first, first + SPAN)).tolist()
+        if lo < hi:
+            yield Segment(storage, first, (places[lo:hi] - first).astype(np.uint32), values[lo:hi])
+
+
+def write_stage(path: Path, found: Iterable[Segment]) -> int:
+    """Write segments to a file, and return its size."""
+    tensors: list[tuple[TensorSpec, NDArray[np.unsignedinteger]]] = []
+    for segment in found:
+        name = f"{segment.storage}.{segment.first}"
+        tensors.append((TensorSpec(f"{name}.positions", _POSITIONS, segment.positions.shape), segment.positions))
+        width = _BITS[segment.values.dtype.itemsize]
+        tensors.append((TensorSpec(f"{name}.values", width, segment.values.shape), segment.values))
+    # The widest first: then all are aligned, and every one is mapped.
+    tensors.sort(key=lambda pair: -pair[0].dtype.width)
+    header = header_bytes([spec for spec, _ in tensors], {})
+    size = len(header)
+    with temporary_beside(path) as temporary:
+        with temporary.open("xb") as file:
+            file.write(header)
+            for _, array in tensors:
+                size += file.write(np.ascontiguousarray(array).data.cast("B"))
+        temporary.replace(path)
+    return size
+
+
+def read_stage(path: Path) -> list[Segment]:
+    """The segments of a file, mapped; CorruptError if it is not as `write_stage` wrote it."""
+    weights = open_checkpoint(path).weights
+    found = {spec.name: bits for spec, bits in zip(weights.layout.tensors, weights.arrays, strict=True)}
+    result = []
+    for name, positions in found.items():
+        message = _NAME.fullmatch(name)
+        if message is not None:
+            values = found.get(f"{message[1]}.{message[2]}.values")
+            if values is None or not _is_ascending(positions) or len(values) != len(positions):
+                raise CorruptError(f"{path} has other values than {name!r:.80} needs", rule="stage.pair", hint=_HINT)
+            result.append(Segment(int(message[1]), int(message[2]), positions, values))
+    if len(found) != 2 * len(result):
+        raise CorruptError(f"{path} has tensors that are no positions or values", rule="stage.name", hint=_HINT)
+    return result
+
+
+def _is_ascending(positions: Bits) -> TypeGuard[NDArray[np.uint32]]:
+    return positions.dtype == np.uint32 and len(positions) > 0 and not (positions[1:] <= positions[:-1]).any()

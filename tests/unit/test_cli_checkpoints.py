@@ -1,0 +1,331 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.helpers import changed, safetensors_bytes, state, write_sharded
+
+import deltasync
+from deltasync import errors
+from deltasync.cli import main as cli
+from deltasync.cli.common import bars, size_text
+
+Out = pytest.CaptureFixture[str]
+PYTHON = [sys.executable, "-W", "ignore", "-m", "deltasync"]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in: `old` (sharded), `new` (sharded), `one.safetensors` (old in one file)."""
+    write_sharded(tmp_path / "old", state())
+    write_sharded(tmp_path / "new", changed(state()), shards=3)
+    (tmp_path / "one.safetensors").write_bytes(safetensors_bytes(state()))
+    monkeypatch.chdir(tmp_path)
+    # Child processes find the package that this process found, wherever they run.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(Path(deltasync.__file__).absolute().parents[1]))
+    return tmp_path
+
+
+def run(*argv: str) -> int:
+    return cli.main(argv)
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize("codec", ["exp/1", "coo/1"])
+def test_diff_then_apply_gives_the_new_checkpoint(place: Path, capsys: Out, codec: str) -> None:
+    assert run("diff", "old", "new", "-o", "d.safetensors", "--codec", codec, "--threads", "1") == 0
+    assert "d.safetensors" in capsys.readouterr().out
+    assert run("apply", "old", "d.safetensors", "-o", "out") == 0
+    told = capsys.readouterr()
+    assert told.out == f"{deltasync.digest('new')}  out\n"
+    assert told.err == ""
+    assert deltasync.digest("out") == deltasync.digest("new")
+    assert run("apply", "one.safetensors", "d.safetensors", "-o", "one-new.safetensors") == 0
+    assert deltasync.digest("one-new.safetensors") == deltasync.digest("new")
+    assert names(place) == {"old", "new", "one.safetensors", "d.safetensors", "out", "one-new.safetensors"}
+
+
+def test_the_delta_of_the_command_is_the_delta_of_the_library(place: Path) -> None:
+    assert run("diff", "old", "new", "-o", "d") == 0
+    assert (place / "d").read_bytes() == deltasync.diff(state(), changed(state()))
+
+
+def test_digest(place: Path, capsys: Out) -> None:
+    assert run("digest", "old") == run("digest", "one.safetensors") == 0
+    digest = deltasync.digest(state())
+    assert capsys.readouterr().out == f"{digest}  old\n{digest}  one.safetensors\n"
+    assert run("digest", "old", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["digest"] == digest.hex
+    assert found["tensors"] == len(state())
+    assert found["bytes"] == sum(a.nbytes for a in state().values())
+
+
+def test_inspect(place: Path, capsys: Out) -> None:
+    run("diff", "old", "new", "-o", "d")
+    capsys.readouterr()
+    assert run("inspect", "d", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(deltasync.inspect("d").to_json()))
+    assert run("inspect", "d") == 0
+    text = capsys.readouterr().out
+    for expected in (deltasync.digest("new").hex, deltasync.digest("old").hex, "embed", "delta", "BF16"):
+        assert expected in text
+
+
+def test_inspect_shows_names_as_they_are(tmp_path: Path, capsys: Out) -> None:
+    """Names in square brackets are not markup, and long lists are cut only without --all."""
+    old = {f"[bold]{i}[/bold]": np.zeros(3, np.float32) for i in range(30)}
+    (tmp_path / "d").write_bytes(deltasync.diff(old, {n: a + 1 for n, a in old.items()}, codec="coo/1"))
+    assert run("inspect", str(tmp_path / "d")) == 0
+    assert "20 of 30" in capsys.readouterr().out
+    assert run("inspect", str(tmp_path / "d"), "--all") == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in old)
+
+
+def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: Out) -> None:
+    old = {"a\x1b[2Jb\nc": np.zeros(3, np.float32)}
+    (tmp_path / "d").write_bytes(deltasync.diff(old, {n: a + 1 for n, a in old.items()}))
+    assert run("inspect", str(tmp_path / "d")) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert "a\\x1b[2Jb\\nc" in text
+
+
+def test_any_terminal_encoding(place: Path) -> None:
+    run("diff", "old", "new", "-o", "d")
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*PYTHON, "inspect", "d"], capture_output=True, text=True, check=False, env=ascii_only)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_version(capsys: Out) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("--version")
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"deltasync {deltasync.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["no-such-command"],
+        ["diff", "old", "new"],
+        ["diff", "old", "-o", "d"],
+        ["diff", "old", "new", "-o", "d", "--codec", "zip"],
+        ["diff", "old", "new", "-o", "d", "--threads", "0"],
+        ["digest", "old", "--threads", "many"],
+        ["apply", "old", "d"],
+        ["inspect"],
+    ],
+)
+def test_wrong_usage_is_2(argv: list[str], capsys: Out) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err
+
+
+def damage(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def prepare_wrong_parent(place: Path) -> list[str]:
+    run("diff", "new", "old", "-o", "d")
+    return ["apply", "old", "d", "-o", "out"]
+
+
+def prepare_damaged_block(place: Path) -> list[str]:
+    run("diff", "old", "new", "-o", "d")
+    damage(place / "d", -1)
+    return ["apply", "old", "d", "-o", "out"]
+
+
+def prepare_truncated(place: Path) -> list[str]:
+    run("diff", "old", "new", "-o", "d")
+    (place / "d").write_bytes((place / "d").read_bytes()[:-1])
+    return ["inspect", "d"]
+
+
+def prepare_not_a_payload(place: Path) -> list[str]:
+    return ["inspect", "one.safetensors"]
+
+
+def prepare_other_shape(place: Path) -> list[str]:
+    other = state() | {"embed": state()["embed"].reshape(32, 64)}
+    (place / "other.safetensors").write_bytes(safetensors_bytes(other))
+    return ["diff", "old", "other.safetensors", "-o", "out"]
+
+
+def prepare_missing(place: Path) -> list[str]:
+    return ["diff", "old", "nowhere", "-o", "out"]
+
+
+def prepare_missing_shard(place: Path) -> list[str]:
+    next((place / "new").glob("*-of-*")).unlink()
+    return ["digest", "new"]
+
+
+def prepare_taken(place: Path) -> list[str]:
+    run("diff", "old", "new", "-o", "d")
+    (place / "taken").mkdir()
+    (place / "taken" / "file").write_text("precious")
+    return ["apply", "old", "d", "-o", "taken"]
+
+
+def prepare_output_is_input(place: Path) -> list[str]:
+    return ["diff", "old", "one.safetensors", "-o", "one.safetensors"]
+
+
+def prepare_output_is_folder(place: Path) -> list[str]:
+    return ["diff", "old", "new", "-o", "new"]
+
+
+def prepare_output_nowhere(place: Path) -> list[str]:
+    return ["diff", "old", "new", "-o", "no/such/folder/d"]
+
+
+def prepare_delta_missing(place: Path) -> list[str]:
+    return ["apply", "old", "no-delta", "-o", "out"]
+
+
+def prepare_delta_is_output(place: Path) -> list[str]:
+    run("diff", "old", "new", "-o", "d")
+    return ["apply", "one.safetensors", "d", "-o", "d"]
+
+
+BAD = [
+    (prepare_wrong_parent, 3, ["digest", "hint"]),
+    (prepare_damaged_block, 3, ["block.sha256"]),
+    (prepare_truncated, 3, ["safetensors.truncated"]),
+    (prepare_not_a_payload, 3, ["payload.format"]),
+    (prepare_other_shape, 3, ["'embed'", "[64, 32]", "[32, 64]", "old", "other.safetensors"]),
+    (prepare_missing, 1, ["nowhere"]),
+    (prepare_missing_shard, 1, ["model-0000", "index.json"]),
+    (prepare_taken, 1, ["taken"]),
+    (prepare_output_is_input, 1, ["one.safetensors"]),
+    (prepare_output_is_folder, 1, ["new"]),
+    (prepare_output_nowhere, 1, ["no/such/folder"]),
+    (prepare_delta_missing, 1, ["no-delta"]),
+    (prepare_delta_is_output, 1, ["d is an input"]),
+]
+
+
+@pytest.mark.parametrize(("prepare", "code", "told"), BAD, ids=[b[0].__name__ for b in BAD])
+def test_errors(place: Path, capsys: Out, prepare: Any, code: int, told: list[str]) -> None:
+    """The exit code, a message that names the thing, and nothing written."""
+    argv = prepare(place)
+    capsys.readouterr()
+    before = {p: p.read_bytes() for p in place.rglob("*") if p.is_file()}
+    assert cli.main(argv) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert all(word in err for word in told if word != "hint")
+    assert {p: p.read_bytes() for p in place.rglob("*") if p.is_file()} == before
+    assert not (place / "out").exists()
+
+
+CODES: list[tuple[BaseException, int]] = [
+    (errors.ConflictError("x"), 4),
+    (errors.CorruptError("x"), 3),
+    (errors.MismatchError("x"), 3),
+    (errors.FormatError("x"), 3),
+    (errors.NotFoundError("x"), 1),
+    (errors.InvalidInputError("x"), 1),
+    (errors.StoreError("x", transient=True), 1),
+    (PermissionError(13, "denied", "f"), 1),
+    (KeyboardInterrupt(), 130),
+    (RuntimeError("a bug"), 1),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), CODES, ids=[type(e).__name__ for e, _ in CODES])
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: Out, error: BaseException, code: int) -> None:
+    def fail(path: str) -> None:
+        raise error
+
+    monkeypatch.setattr("deltasync.cli.checkpoints.inspect", fail)
+    assert run("inspect", "x") == code
+    assert "error: " in capsys.readouterr().err
+
+
+def test_bars_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    with bars() as progress:
+        assert progress is None
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with bars() as progress:
+        assert progress is not None
+        progress("encode", 1, 2)
+        progress("encode", 2, 2)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (1_234_567, "1.23 MB"), (5 * 10**15, "5000.00 TB")],
+)
+def test_size_text(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
+
+
+def test_as_a_program(place: Path) -> None:
+    done = subprocess.run([*PYTHON, "diff", "old", "new", "-o", "d"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run([*PYTHON, "apply", "new", "d", "-o", "out"], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert deltasync.digest("old").hex in done.stderr
+    assert deltasync.digest("new").hex in done.stderr
+    assert done.stdout == ""
+    assert not (place / "out").exists()
+    assert subprocess.run([*PYTHON], capture_output=True, check=False).returncode == 2
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_reader_that_leaves_early(place: Path, option: list[str]) -> None:
+    run("diff", "old", "new", "-o", "d")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [*PYTHON, "inspect", "d", *option], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_interrupt_leaves_nothing(place: Path) -> None:
+    """Interrupted while the copy is being filled, the command removes it and says 130."""
+    run("diff", "old", "new", "-o", "d")
+    before = names(place)
+    script = (
+        "import sys, time\n"
+        "from deltasync import blocks\n"
+        "blocks.decode_into = lambda *a, **k: (print('filling', flush=True), time.sleep(60))\n"
+        "from deltasync.cli.main import main\n"
+        "sys.exit(main(['apply', 'old', 'd', '-o', 'out']))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "filling\n"
+        assert names(place) != before, "the temporary folder is there"
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "error: interrupted\n")
+    assert names(place) == before

@@ -1,0 +1,105 @@
+"""Feeds that begin with a checkpoint which replicas have."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.feeds import Feed, same_weights
+from support.helpers import changed, state, write_sharded
+
+from deltasync.checkpoint import open_checkpoint
+from deltasync.errors import DeltasyncError, InvalidInputError, MismatchError, NotFoundError
+from deltasync.feed.replay import open_base, restore
+from deltasync.format.manifest import BaseRef
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_sharded(tmp_path / "base", state())
+    write_sharded(tmp_path / "wrong", changed(state()))
+    write_sharded(tmp_path / "other", {"x": np.zeros(3, np.float32)})
+    return tmp_path
+
+
+def based(name: str, revision: str | None = None) -> Feed:
+    feed = Feed()
+    feed.base(state(), BaseRef(name, revision))
+    feed.delta()
+    feed.delta()
+    return feed
+
+
+def test_a_base_by_the_folder_that_the_feed_names(folder: Path) -> None:
+    feed = based(str(folder / "base"))
+    for version in range(3):
+        restore(feed.store, folder / f"out{version}", version=version)
+        assert same_weights(open_checkpoint(folder / f"out{version}").weights, feed.states[version])
+    assert same_weights(open_checkpoint(folder / "base").weights, feed.states[0]), "the base itself is only read"
+
+
+def test_a_base_by_a_copy_of_it(folder: Path) -> None:
+    feed = based("org/model", "main")
+    restore(feed.store, folder / "out", base=folder / "base")
+    assert same_weights(open_checkpoint(folder / "out").weights, feed.states[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "error", "rule"),
+    [
+        ("nowhere/at-all", "wrong", MismatchError, "base.digest"),
+        ("nowhere/at-all", "other", MismatchError, "base.layout"),
+        ("nowhere/at-all", "missing", NotFoundError, None),
+        ("base", "wrong", MismatchError, "base.digest"),
+        ("wrong", None, MismatchError, "base.digest"),
+        ("other", None, MismatchError, "base.layout"),
+    ],
+)
+def test_another_base(
+    folder: Path, name: str, given: str | None, error: type[DeltasyncError], rule: str | None
+) -> None:
+    feed = based(str(folder / name))
+    with pytest.raises(error) as caught:
+        restore(feed.store, folder / "out", base=None if given is None else folder / given)
+    assert caught.value.rule == rule
+    assert not (folder / "out").exists()
+
+
+def test_a_missing_base_where_an_anchor_is(folder: Path) -> None:
+    feed = based(str(folder / "nowhere"))
+    feed.late_anchor(1)
+    restore(feed.store, folder / "out", base=folder / "no-such-copy")
+    assert same_weights(open_checkpoint(folder / "out").weights, feed.states[2])
+    with pytest.raises(NotFoundError):
+        restore(feed.store, folder / "out0", version=0, base=folder / "no-such-copy")
+
+
+@pytest.mark.parametrize("has_hub", [False, True])
+def test_a_base_on_the_hub_that_is_not_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_hub: bool) -> None:
+    """Offline, or without the client: what it is, its revision, and what to do."""
+    if has_hub:
+        constants = pytest.importorskip("huggingface_hub.constants")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    else:
+        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(NotFoundError) as caught:
+        restore(based("org/model", "abc").store, tmp_path / "out")
+    assert "'org/model' at revision 'abc'" in caught.value.message
+    assert caught.value.hint is not None
+    assert "--base" in caught.value.hint
+    assert ("deltasync[hf]" in caught.value.hint) == (not has_hub)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "not a name!", "x" * 300])
+def test_a_base_that_is_neither_folder_nor_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(NotFoundError) as caught:
+        restore(based(name).store, tmp_path / "out")
+    assert len(str(caught.value)) < 1000
+
+
+def test_open_base_of_another_kind() -> None:
+    with pytest.raises(InvalidInputError):
+        open_base(Feed.of(1).log.read(0))

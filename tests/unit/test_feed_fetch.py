@@ -1,0 +1,221 @@
+"""Payloads that do not belong to the version that names them are refused, by the rule that they break."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.feeds import Feed, flip, rank_blocks, refused, same_weights
+from support.helpers import state
+
+from deltasync import blocks
+from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
+from deltasync.feed.replay import load
+from deltasync.format import keys
+from deltasync.format.companions import write_files
+from deltasync.format.digest import layout_digest
+from deltasync.format.manifest import Manifest, PayloadRef
+from deltasync.format.payload import PayloadHeader, write_payload
+from deltasync.format.weights import Weights
+
+
+def two_ranks() -> tuple[Feed, Weights, list[list[Any]]]:
+    feed = Feed.of(1)
+    new = feed.next_state()
+    return feed, new, rank_blocks(feed.states[0], new, 2)
+
+
+def told_by(feed: Feed, new: Weights, refs: list[PayloadRef], **fields: Any) -> Manifest:
+    """A delta to `new` that names these payloads."""
+    found = blocks.encode_delta(feed.states[0], new)
+    count = sum(block.changed for block in found)
+    manifest = feed.new("delta", new, blocks.digest(new), payloads=tuple(refs), changed=count)
+    return replace(manifest, **fields)
+
+
+def good(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    return told_by(feed, new, [feed.put_change(0, 1, part) for part in parts])
+
+
+def overlapping(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    whole = blocks.encode_delta(feed.states[0], new)
+    return told_by(feed, new, [feed.put_change(0, 1, whole), feed.put_change(0, 1, parts[1])])
+
+
+def one_is_missing(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    return told_by(feed, new, [feed.put_change(0, 1, parts[0])])
+
+
+def other_count(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    manifest = good(feed, new, parts)
+    assert manifest.changed is not None
+    return replace(manifest, changed=manifest.changed + 1)
+
+
+def other_parent(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    elsewhere = blocks.digest(new)
+    digest_delta = sum((block.digest for block in parts[1]), elsewhere)
+    wrong = feed.put_change(0, 1, parts[1], parent_digest=elsewhere, digest=digest_delta)
+    return told_by(feed, new, [feed.put_change(0, 1, parts[0]), wrong])
+
+
+def other_version(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    return told_by(feed, new, [feed.put_change(0, 1, parts[0]), feed.put_change(0, 2, parts[1])])
+
+
+def other_kind(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    return told_by(feed, new, [feed.put_change(0, 1, parts[0]), *feed.log.read(0).payloads])
+
+
+def other_layout(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    other = Weights.of({"x": np.zeros(4, np.float32)})
+    start = blocks.digest(feed.states[0])
+    header = PayloadHeader("delta", other.layout, start, start, 1)
+    return told_by(feed, new, [feed.put_change(0, 1, parts[0]), feed.writer.put(write_payload(header, []))])
+
+
+def other_layout_of_that_size(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    other = Weights.of({"x": np.zeros(new.layout.elements, np.float32)})
+    start = blocks.digest(feed.states[0])
+    header = PayloadHeader("delta", other.layout, start, start, 1)
+    return told_by(feed, new, [feed.put_change(0, 1, parts[0]), feed.writer.put(write_payload(header, []))])
+
+
+def not_a_payload(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    return told_by(feed, new, [feed.put_change(0, 1, parts[0]), feed.writer.put(write_files({"a": b"b"}))])
+
+
+def gone(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    manifest = good(feed, new, parts)
+    feed.store.delete(keys.payload_key(manifest.payloads[1].sha256))
+    return manifest
+
+
+def cut(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    manifest = good(feed, new, parts)
+    key = keys.payload_key(manifest.payloads[1].sha256)
+    feed.store.put(key, feed.store.get(key)[:-1])
+    return manifest
+
+
+def longer(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    manifest = good(feed, new, parts)
+    key = keys.payload_key(manifest.payloads[1].sha256)
+    feed.store.put(key, feed.store.get(key) + b"x")
+    return manifest
+
+
+def damaged(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
+    manifest = good(feed, new, parts)
+    flip(feed.store, keys.payload_key(manifest.payloads[1].sha256))
+    return manifest
+
+
+Build = Callable[[Feed, Weights, list[list[Any]]], Manifest]
+WRONG: list[tuple[Build, type[DeltasyncError], str | None]] = [
+    (overlapping, CorruptError, "runs.overlap"),
+    (one_is_missing, CorruptError, "manifest.digest"),
+    (other_count, CorruptError, "manifest.changed"),
+    (other_parent, CorruptError, "manifest.parent_digest"),
+    (other_version, CorruptError, "manifest.payload_version"),
+    (other_kind, CorruptError, "manifest.payload_kind"),
+    (other_layout, CorruptError, "manifest.layout"),
+    (other_layout_of_that_size, CorruptError, "manifest.layout"),
+    (not_a_payload, FormatError, "payload.kind"),
+    (gone, NotFoundError, None),
+    (cut, CorruptError, "payload.size"),
+    (longer, CorruptError, "payload.size"),
+    (damaged, CorruptError, "payload.sha256"),
+]
+
+
+@pytest.mark.parametrize(("build", "error", "rule"), WRONG, ids=[w[0].__name__ for w in WRONG])
+def test_payloads_that_do_not_belong(build: Build, error: type[DeltasyncError], rule: str | None) -> None:
+    feed, new, parts = two_ranks()
+    assert same_weights(load(feed.log, good(feed, new, parts)), new)
+    found = refused(feed, build(feed, new, parts))
+    assert (type(found), found.rule) == (error, rule)
+
+
+def anchor_of(feed: Feed, refs: tuple[PayloadRef, ...], **fields: Any) -> Manifest:
+    """An anchor of version 1 that names these payloads."""
+    weights = feed.states[0]
+    return replace(feed.new("anchor", weights, blocks.digest(weights), payloads=refs), version=1, **fields)
+
+
+def shard(feed: Feed, blocks_of_it: list[Any], version: int | None = 1) -> PayloadRef:
+    layout = feed.states[0].layout
+    digest = sum((block.digest for block in blocks_of_it), layout_digest(layout))
+    return feed.writer.put(write_payload(PayloadHeader("shard", layout, None, digest, version), blocks_of_it))
+
+
+@pytest.mark.parametrize(
+    ("how", "rule"),
+    [
+        ("whole", None),
+        ("one anchor", None),
+        ("a hole of zeros", "manifest.cover"),
+        ("a shard is missing", "manifest.digest"),
+        ("a shard twice", "runs.overlap"),
+        ("another version", "manifest.payload_version"),
+        ("a delta", "manifest.payload_kind"),
+    ],
+)
+def test_shards_that_do_not_belong(how: str, rule: str | None) -> None:
+    tensors = state() | {"layer.0.fp8": np.zeros_like(state()["layer.0.fp8"])}
+    feed = Feed()
+    feed.anchor(tensors)
+    weights = feed.states[0]
+    found = list(blocks.encode_anchor(weights))
+    zeros = next(b for b in found if weights.layout.tensors[b.runs[0, 0]].name == "layer.0.fp8")
+    others = [b for b in found if b is not zeros]
+    whole = PayloadHeader("anchor", weights.layout, None, blocks.digest(weights), 1)
+    refs = {
+        "whole": lambda: [shard(feed, found[:2]), shard(feed, found[2:])],
+        "one anchor": lambda: [feed.writer.put(write_payload(whole, found))],
+        "a hole of zeros": lambda: [shard(feed, others)],
+        "a shard is missing": lambda: [shard(feed, found[:1])],
+        "a shard twice": lambda: [shard(feed, found), shard(feed, found[:1])],
+        "another version": lambda: [shard(feed, found, 2)],
+        "a delta": lambda: [shard(feed, found), feed.put_change(0, 1, [])],
+    }  # fmt: skip
+    manifest = anchor_of(feed, tuple(refs[how]()))
+    if rule is None:
+        assert same_weights(load(feed.log, manifest), weights)
+    else:
+        assert refused(feed, manifest).rule == rule
+
+
+def test_payloads_that_add_up_to_another_digest_than_the_version_has() -> None:
+    feed, new, parts = two_ranks()
+    manifest = good(feed, new, parts)
+    found = refused(feed, replace(manifest, digest=blocks.digest(feed.states[0])))
+    assert (found.rule, found.version) == ("manifest.digest", 1)
+
+
+def test_a_skip_to_a_version_of_another_layout_is_refused_not_followed() -> None:
+    """Runs of the skip's own layout lie outside of the weights that it would be applied to."""
+    feed = Feed()
+    feed.anchor({"a": np.arange(4, dtype=np.float32)})
+    feed.delta()
+    feed.anchor({"a": np.arange(400, dtype=np.float32), "b": np.arange(9, dtype=np.float32)})
+    feed.delta()
+    old, new = feed.states[2], feed.states[3]
+    found = blocks.encode_delta(old, new)
+    start, end = feed.log.read(1), feed.log.read(3)
+    digest_delta = sum((block.digest for block in found), start.digest)
+    header = PayloadHeader("delta", new.layout, start.digest, digest_delta, 3)
+    ref = feed.writer.put(write_payload(header, found))
+    skip = replace(
+        feed.new("skip", new, digest_delta, payloads=(ref,)),
+        version=3,
+        parent=1,
+        parent_digest=start.digest,
+        changed=sum(block.changed for block in found),
+    )
+    feed.writer.commit(skip)
+    lying = replace(end, digest=digest_delta)
+    feed.store.put(keys.version_key(3), lying.to_bytes())
+    found_error = refused(feed, lying)
+    assert (type(found_error), found_error.rule) == (MismatchError, "layout.differs")

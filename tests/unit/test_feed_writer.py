@@ -1,0 +1,282 @@
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from support.feeds import Feed, NoFenceStore, SpyStore, paper
+from support.helpers import resealed
+
+from deltasync.errors import ConflictError, CorruptError, StoreError
+from deltasync.feed.writer import LEASE_S, Lease, Writer
+from deltasync.format import keys
+from deltasync.format.manifest import Manifest
+from deltasync.store.memory import MemoryStore
+from deltasync.store.protocol import Data
+
+ANCHOR = paper("anchor", 0, 1000)
+VERSION0, VERSION1 = keys.version_key(0), keys.version_key(1)
+
+
+class LosesResponses(SpyStore):
+    """The next create goes through, or not, and says that it failed."""
+
+    def __init__(self, *, goes_through: bool) -> None:
+        super().__init__()
+        self.goes_through = goes_through
+        self.failures = 0
+
+    def create(self, key: str, data: Data) -> bool:
+        if self.failures and not key.startswith(keys.PROBES):
+            self.failures -= 1
+            if self.goes_through:
+                super().create(key, data)
+            raise StoreError("the connection broke", transient=True, key=key)
+        return super().create(key, data)
+
+
+class TakesAll(SpyStore):
+    """Says that it fences, and does not."""
+
+    def create(self, key: str, data: Data) -> bool:
+        self.put(key, data)
+        return True
+
+
+class DeniesItsOwn(SpyStore):
+    """A client that asks twice: the first time wins, the second is told that the key is taken."""
+
+    def create(self, key: str, data: Data) -> bool:
+        super().create(key, data)
+        return False
+
+
+def opened(store: SpyStore, **options: bool) -> Writer:
+    writer = Writer(store, **options)
+    writer.open()
+    store.took()
+    return writer
+
+
+def test_each_writer_has_an_id_of_its_own() -> None:
+    assert Writer(MemoryStore()).id != Writer(MemoryStore()).id
+
+
+def test_the_feed_record_is_made_once() -> None:
+    store = SpyStore()
+    assert Writer(store).open() is None
+    first = store.get(keys.FEED)
+    assert Writer(store).open() is None
+    assert store.get(keys.FEED) == first
+    assert [call for call in store.took() if call[1] == keys.FEED and call[0] != "get"] == [("create", keys.FEED)]
+    assert [info.key for info in store.list()] == [keys.FEED], "the probe is gone"
+
+
+def test_open_gives_the_head() -> None:
+    feed = Feed.of(3)
+    assert Writer(feed.store).open() == feed.head
+
+
+def test_one_payload_is_two_requests() -> None:
+    store = SpyStore()
+    writer = opened(store)
+    ref = writer.put(b"payload")
+    writer.commit(replace(ANCHOR, payloads=(ref,)))
+    assert store.took() == [("put", keys.payload_key(ref.sha256)), ("create", VERSION0)]
+
+
+def test_put_is_by_content() -> None:
+    store = SpyStore()
+    writer = opened(store)
+    assert writer.put(b"abc") == writer.put(bytearray(b"abc")) == writer.put(memoryview(b"abc"))
+    assert store.get(keys.payload_key(writer.put(b"abc").sha256)) == b"abc"
+
+
+@pytest.mark.parametrize("store", [SpyStore(), NoFenceStore()], ids=["fence", "lease"])
+def test_committing_twice_is_fine(store: SpyStore) -> None:
+    writer = opened(store)
+    writer.commit(ANCHOR)
+    writer.commit(ANCHOR)
+    assert writer.log.read(0) == ANCHOR
+
+
+@pytest.mark.parametrize("store", [SpyStore, NoFenceStore], ids=["fence", "lease"])
+@pytest.mark.parametrize("same_writer", [False, True])
+def test_other_bytes_are_a_conflict(store: Callable[[], SpyStore], same_writer: bool) -> None:
+    where = store()
+    writer = opened(where)
+    first = replace(ANCHOR, writer=writer.id if same_writer else "somebody")
+    writer.commit(first)
+    with pytest.raises(ConflictError) as caught:
+        writer.commit(replace(first, step=1))
+    assert caught.value.key == VERSION0
+    assert first.writer in caught.value.message
+    assert caught.value.hint
+    assert ("earlier attempt of this writer" in caught.value.hint) == same_writer
+    assert writer.log.read(0) == first, "the winner stays"
+
+
+def test_a_version_that_cannot_be_read_is_not_replaced() -> None:
+    store = SpyStore()
+    writer = opened(store)
+    store.put(VERSION0, b"{")
+    with pytest.raises(CorruptError) as caught:
+        writer.commit(ANCHOR)
+    assert caught.value.key == VERSION0
+    assert store.get(VERSION0) == b"{"
+
+
+def test_a_lost_response_is_no_conflict() -> None:
+    store = LosesResponses(goes_through=True)
+    writer = opened(store)
+    store.failures = 1
+    writer.commit(ANCHOR)
+    assert store.took() == [("create", VERSION0), ("get", VERSION0)]
+    assert writer.log.read(0) == ANCHOR
+
+
+def test_a_create_that_never_arrived_is_an_error_and_can_be_repeated() -> None:
+    store = LosesResponses(goes_through=False)
+    writer = opened(store)
+    store.failures = 1
+    with pytest.raises(StoreError):
+        writer.commit(ANCHOR)
+    writer.commit(ANCHOR)
+    assert writer.log.read(0) == ANCHOR
+
+
+def test_a_lost_response_while_another_writer_was_first() -> None:
+    store = LosesResponses(goes_through=True)
+    writer = opened(store)
+    store.put(VERSION0, replace(ANCHOR, writer="somebody").to_bytes())
+    store.failures = 1
+    with pytest.raises(StoreError):
+        writer.commit(ANCHOR)
+    with pytest.raises(ConflictError):
+        writer.commit(ANCHOR)
+
+
+def test_a_client_that_meets_its_own_write() -> None:
+    store = DeniesItsOwn()
+    writer = Writer(store)
+    writer.commit(ANCHOR)
+    assert writer.log.read(0) == ANCHOR
+
+
+def test_manifests_that_a_reader_would_refuse_are_not_committed() -> None:
+    store = SpyStore()
+    writer = opened(store)
+    with pytest.raises(CorruptError):
+        writer.commit(replace(ANCHOR, payloads=()))
+    assert store.took() == []
+
+
+def test_skips_and_late_anchors_have_places_of_their_own() -> None:
+    store = SpyStore()
+    writer = opened(store)
+    late, skip = paper("anchor", 1, 9), paper("skip", 2, 5, start=0)
+    written: list[tuple[Callable[[Manifest], None], Manifest, str]] = [
+        (writer.commit, ANCHOR, VERSION0),
+        (writer.commit, paper("delta", 1, 7), VERSION1),
+        (writer.add_anchor, late, keys.anchor_key(1)),
+        (writer.commit, skip, keys.skip_key(0, 2)),
+    ]
+    for write, manifest, key in written:
+        write(manifest)
+        write(manifest)
+        assert store.get(key) == manifest.to_bytes()
+        with pytest.raises(ConflictError):
+            write(replace(manifest, step=77))
+    assert writer.log.anchor(1) == late
+    assert writer.log.skip(0, 2) == skip
+
+
+# --- stores that do not fence -----------------------------------------------------------------------------------------
+
+
+def test_a_store_that_ignores_the_condition_is_used_under_a_lease_and_told_loudly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = TakesAll()
+    writer = Writer(store)
+    with caplog.at_level(logging.WARNING):
+        writer.open()
+    assert "ignores create-if-absent" in caplog.text
+    writer.commit(ANCHOR)
+    with pytest.raises(ConflictError):
+        Writer(store).open()
+    writer.close()
+    assert Writer(store).open() == ANCHOR
+
+
+@pytest.mark.parametrize("store", [TakesAll, NoFenceStore])
+def test_require_fencing(store: Callable[[], SpyStore]) -> None:
+    where = store()
+    with pytest.raises(StoreError) as caught:
+        Writer(where, require_fencing=True).open()
+    assert not caught.value.transient
+    assert caught.value.hint
+    assert list(where.list()) == []
+    assert Writer(SpyStore(), require_fencing=True).open() is None
+
+
+def test_a_store_that_says_that_it_cannot_fence_is_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        opened(NoFenceStore())
+    assert caplog.text == ""
+
+
+def test_a_commit_under_a_lease_asks_for_it_first() -> None:
+    store = NoFenceStore()
+    writer = opened(store)
+    store.delete(keys.LEASE)
+    Lease(store, "somebody").take()
+    with pytest.raises(ConflictError, match="somebody"):
+        writer.commit(ANCHOR)
+    assert writer.log.head() is None
+
+
+def test_closing_gives_back_only_ones_own_lease() -> None:
+    store = NoFenceStore()
+    writer = opened(store)
+    Lease(store, "somebody", clock=lambda: 10.0**10).take()
+    writer.close()
+    assert b"somebody" in store.get(keys.LEASE)
+    opened(SpyStore()).close()
+
+
+@pytest.mark.parametrize(
+    ("later_s", "other", "outcome"),
+    [
+        (0, False, "kept"),
+        (LEASE_S / 2 - 1, False, "kept"),
+        (LEASE_S / 2 + 1, False, "renewed"),
+        (LEASE_S + 1, False, "renewed"),
+        (0, True, "refused"),
+        (LEASE_S - 1, True, "refused"),
+        (LEASE_S + 1, True, "renewed"),
+    ],
+)
+def test_a_lease_in_time(later_s: float, other: bool, outcome: str) -> None:
+    store = NoFenceStore()
+    Lease(store, "a", clock=lambda: 1000.0).take()
+    before = store.get(keys.LEASE)
+    lease = Lease(store, "b" if other else "a", clock=lambda: 1000.0 + later_s)
+    if outcome == "refused":
+        with pytest.raises(ConflictError) as caught:
+            lease.take()
+        assert caught.value.key == keys.LEASE
+        assert f"{LEASE_S - later_s:.0f} s" in caught.value.message
+    else:
+        lease.take()
+    assert (store.get(keys.LEASE) != before) == (outcome == "renewed")
+
+
+def test_two_that_take_the_lease_at_the_same_moment() -> None:
+    class Overtaken(NoFenceStore):
+        def put(self, key: str, data: Data) -> None:
+            super().put(key, data)
+            if b'"a"' in bytes(data):
+                super().put(key, resealed(bytes(data), {"writer": "b"}))
+
+    with pytest.raises(ConflictError, match="same moment"):
+        Lease(Overtaken(), "a").take()

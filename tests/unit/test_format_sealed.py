@@ -1,0 +1,85 @@
+import pytest
+
+from deltasync.errors import CorruptError, FormatError
+from deltasync.format import limits
+from deltasync.format.sealed import is_count, is_decimal, is_sha256, parse_object, require_understood
+
+CASES = [
+    (b"", "t.json"),
+    (b"[]", "t.json"),
+    (b"{", "t.json"),
+    (b'{"a": 1} x', "t.json"),
+    (b'{"a": NaN}', "t.json"),
+    (b'{"a": -Infinity}', "t.json"),
+    (b'{"a": 1.0}', "t.json"),
+    (b'{"a": 1e400}', "t.json"),
+    (b'{"a": ' + b"9" * 5000 + b"}", "t.json"),
+    (b'{"a": "\xff"}', "t.json"),
+    (b'{"a": "\\ud800"}', "t.json"),
+    (b'{"\\uDC00": 1}', "t.json"),
+    (b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "t.json"),
+    (b'{"a": ' + b'{"a":' * 200_000 + b"1" + b"}" * 200_000 + b"}", "t.json"),
+    (b'{"a": 1, "b": 2, "a": 1}', "t.duplicate"),
+    (b'{"x": {"a": 1, "\\u0061": 1}}', "t.duplicate"),
+]
+
+
+@pytest.mark.parametrize(("data", "rule"), CASES, ids=[f"{d[:24]!r}" for d, _ in CASES])
+def test_refused(data: bytes, rule: str) -> None:
+    with pytest.raises(CorruptError) as caught:
+        parse_object(data, what="it", scope="t")
+    assert caught.value.rule == rule
+
+
+def test_the_number_of_values_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "JSON_VALUES_MAX", 5)
+    assert parse_object(b'{"a": [0, 1, 2]}', what="it", scope="t") == {"a": [0, 1, 2]}
+    with pytest.raises(CorruptError) as caught:
+        parse_object(b'{"a": [0, 1, 2, 3, 4]}', what="it", scope="t")
+    assert caught.value.rule == "t.json"
+
+
+def test_escapes_that_are_whole_pairs_are_fine() -> None:
+    assert parse_object(b'{"a": "\\ud83d\\ude00"}', what="it", scope="t") == {"a": "\U0001f600"}
+
+
+def test_must_understand() -> None:
+    require_understood({"new": 1}, ["old"], what="it", scope="t")
+    require_understood({"must_understand": ["old"]}, ["old"], what="it", scope="t")
+    with pytest.raises(FormatError) as caught:
+        require_understood({"must_understand": ["old", "new"]}, ["old"], what="it", scope="t")
+    assert caught.value.rule == "t.must_understand"
+    assert "new" in caught.value.message
+    for bad in ("new", [1], {"new": 1}):
+        with pytest.raises(CorruptError):
+            require_understood({"must_understand": bad}, [], what="it", scope="t")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0, True), (9, True), (10, False), (-1, False), (True, False), (1.0, False), ("1", False)]
+)
+def test_is_count(value: object, expected: bool) -> None:
+    assert is_count(value, most=9) is expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("0", True),
+        ("10", True),
+        ("01", False),
+        ("", False),
+        ("-1", False),
+        ("+1", False),
+        ("1 ", False),
+        ("\u0661", False),
+        (1, False),
+    ],
+)
+def test_is_decimal(value: object, expected: bool) -> None:
+    assert is_decimal(value) is expected
+
+
+def test_is_sha256() -> None:
+    assert is_sha256("0a" * 32)
+    assert not any(is_sha256(v) for v in ("0A" * 32, "0a" * 31, "0a" * 33, "0a" * 32 + "\n", 5, None))

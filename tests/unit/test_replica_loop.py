@@ -1,0 +1,452 @@
+"""A follower that goes on until it is stopped, compares what is live, and tells how it is."""
+
+import logging
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.feeds import Feed
+from support.helpers import state
+from support.replicas import (
+    LONG_S,
+    Moves,
+    TorchTarget,
+    fetched,
+    follower,
+    following,
+    long_feed,
+    quick,
+    small_step,
+    target_for,
+    wait_until,
+)
+
+from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError, StoreError
+from deltasync.format import keys
+from deltasync.format.weights import Weights
+from deltasync.replica import loop
+from deltasync.replica.target import Staged
+from deltasync.store.memory import MemoryStore
+from deltasync.testing.faulty import Fault, FaultyStore, Operation
+
+__all__ = ["quick"]
+
+
+# Following
+
+
+def test_following_from_an_empty_feed_to_its_head() -> None:
+    store, moves = MemoryStore(), Moves()
+    target = TorchTarget(Weights.of(state()).layout)
+    replica = follower(store, target, observer=moves)
+    with following(replica) as raised:
+        wait_until(lambda: replica.status().error is not None)
+        feed = Feed.of(1, store)
+        moves.await_version(0)
+        wait_until(lambda: replica.status().error is None)
+        for version in range(1, 6):
+            feed.delta()
+            moves.await_version(version)
+        assert replica.status().is_following
+    assert not raised
+    assert target.holds(feed.states[5])
+    status = replica.status()
+    assert (status.version, status.head, status.lag, status.mirror, status.error) == (5, 5, 0, 5, None)
+    assert not status.is_following
+
+
+def test_the_next_version_is_read_while_the_last_is_committed() -> None:
+    feed, moves = long_feed(2), Moves()
+    payload = feed.payload_keys(feed.log.read(1))[0]
+
+    def publish(operation: Operation) -> None:
+        # Too late for the move that is under way, in time for the look ahead.
+        if operation.key == payload and len(feed.states) == 2:
+            feed.delta(small_step(feed))
+
+    target = target_for(feed)
+    replica = follower(FaultyStore(feed.store, publish), target, observer=moves)
+    replica.advance(to=0)
+    target.fails = lambda staged: wait_until(lambda: replica.status().mirror == 2)
+    with following(replica) as raised:
+        moves.await_version(2)
+    assert not raised
+    assert target.shown == [0, 1, 2]
+    assert target.whole == [True, False, False]
+    assert target.holds(feed.states[2])
+
+
+def test_a_nudge_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_POLL_FIRST_S", "_POLL_MOST_S"):
+        monkeypatch.setattr(loop, name, 10 * LONG_S)
+    feed, moves = long_feed(1), Moves()
+    store = FaultyStore(feed.store)
+    target = target_for(feed)
+    replica = follower(store, target, observer=moves)
+    with following(replica):
+        moves.await_version(0)
+        # It looks once more, finds nothing, and waits.
+        wait_until(lambda: store.operations[-1].key == keys.version_key(1))
+        feed.delta(small_step(feed))
+        replica.nudge()
+        moves.await_version(1)
+    assert target.holds(feed.states[1])
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_mirror_that_is_ahead(is_pinned: bool) -> None:
+    """What was read ahead is not fetched twice, and a pin holds all the same."""
+    feed = long_feed(3)
+    store = FaultyStore(feed.store)
+    target = target_for(feed)
+    replica = follower(store, target)
+    replica.advance(to=1)
+    replica._mover.read_ahead(lambda: feed.log.read(2))
+    before = len(fetched(store))
+    assert replica.advance(to=1) is None
+    assert (replica.status().mirror, len(fetched(store))) == (2, before)
+    if is_pinned:
+        replica.pin(1)
+    assert replica.scrub() == []
+    assert target.version == (1 if is_pinned else 2)
+    assert target.holds(feed.states[1 if is_pinned else 2])
+    replica.pin(None)
+    replica.advance()
+    assert target.holds(feed.states[2])
+    assert target.whole[1:] == [False] * len(target.whole[1:])
+
+
+def test_pin_pause_resume() -> None:
+    feed, moves = long_feed(4), Moves()
+    target = target_for(feed)
+    replica = follower(feed.store, target, observer=moves)
+    with following(replica):
+        moves.await_version(3)
+        replica.pin(1)
+        moves.await_version(1)
+        feed.delta(small_step(feed))
+        wait_until(lambda: replica.status().head == 4)
+        status = replica.status()
+        assert (status.version, status.pinned, status.lag) == (1, 1, 3)
+        replica.pause()
+        replica.pin(None)
+        assert replica.status().is_paused
+        replica.resume()
+        moves.await_version(4)
+    assert target.shown == [3, 1, 4]
+    assert target.holds(feed.states[4])
+
+
+def test_follow_goes_on_after_a_target_that_failed(caplog: pytest.LogCaptureFixture) -> None:
+    feed, moves = long_feed(2), Moves()
+    target = target_for(feed)
+    left = [5]
+
+    def fail(staged: Staged) -> None:
+        if staged.version == 2 and left[0]:
+            left[0] -= 1
+            target._version = None
+            raise RuntimeError("no memory on the device")
+
+    target.fails = fail
+    replica = follower(feed.store, target, observer=moves)
+    with following(replica) as raised, caplog.at_level(logging.WARNING):
+        moves.await_version(1)
+        feed.delta(small_step(feed))
+        moves.await_version(2)
+    assert not raised
+    assert target.holds(feed.states[2])
+    assert caplog.text.count("cannot follow") == 1
+    assert caplog.text.count("following again") == 1
+
+
+def test_an_outage_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.replica.follower._PATIENCE_S", 0.0)
+    feed, moves = long_feed(2), Moves()
+    is_away = threading.Event()
+    store = FaultyStore(feed.store, lambda operation: Fault("refuse") if is_away.is_set() else None)
+    target = target_for(feed)
+    replica = follower(store, target, observer=moves)
+    with following(replica) as raised, caplog.at_level(logging.WARNING):
+        moves.await_version(1)
+        is_away.set()
+        feed.delta(small_step(feed))
+        count = len(store.operations)
+        wait_until(lambda: len(store.operations) > count + 20)
+        assert replica.status().error is not None
+        is_away.clear()
+        moves.await_version(2)
+    assert not raised
+    assert caplog.text.count("cannot follow") == 1
+    assert replica.status().error is None
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_what_trying_again_cannot_help_ends_it(has_begun: bool) -> None:
+    feed, moves = long_feed(1), Moves()
+    is_refused = threading.Event()
+    plan_of = lambda operation: Fault("refuse", transient=False) if is_refused.is_set() else None  # noqa: E731
+    target = target_for(feed)
+    replica = follower(FaultyStore(feed.store, plan_of), target, observer=moves)
+    if not has_begun:
+        is_refused.set()
+    with following(replica) as raised:
+        if has_begun:
+            moves.await_version(0)
+            is_refused.set()
+        wait_until(lambda: bool(raised))
+    assert isinstance(raised[0], StoreError)
+    assert replica.status().error is not None
+
+
+FINAL = {
+    "a format that is not known": (FormatError("later"), 2),
+    "another model": (MismatchError("other"), 1),
+    "a wrong call": (InvalidInputError("taken"), 1),
+    "a store that refuses": (StoreError("no", transient=False), 1),
+}
+
+
+@pytest.mark.parametrize(("error", "times"), FINAL.values(), ids=FINAL.keys())
+def test_errors_that_end_the_loop(error: Exception, times: int) -> None:
+    """A bit that flips on the wire can look like another format: once is not enough."""
+    noted: list[Exception | None] = []
+
+    def step() -> bool:
+        raise error
+
+    with pytest.raises(type(error)):
+        loop.Loop().run(step, noted.append)
+    assert noted == times * [error]
+
+
+def test_errors_that_do_not_end_the_loop() -> None:
+    running, noted = loop.Loop(), []
+    steps: list[Exception | bool] = [
+        True,
+        FormatError("a flipped bit"),
+        True,
+        FormatError("another one"),
+        InvalidInputError("the disk is full"),
+        CorruptError("damaged"),
+        NotFoundError("pruned"),
+        StoreError("away", transient=True),
+        RuntimeError("out of memory"),
+        False,
+    ]
+
+    def step() -> bool:
+        found = steps.pop(0)
+        if not steps:
+            running.stop()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    running.run(step, noted.append)
+    assert [type(error).__name__ for error in noted] == [
+        "FormatError",
+        "NoneType",
+        "FormatError",
+        "InvalidInputError",
+        "CorruptError",
+        "NotFoundError",
+        "StoreError",
+        "RuntimeError",
+        "NoneType",
+    ]
+
+
+def test_only_one_follow() -> None:
+    feed, moves = long_feed(1), Moves()
+    target = target_for(feed)
+    replica = follower(feed.store, target, observer=moves)
+    with following(replica):
+        moves.await_version(0)
+        with pytest.raises(InvalidInputError, match="follows already"):
+            replica.follow()
+
+
+def test_calls_from_several_threads_while_following() -> None:
+    """advance, pin and scrub of routes beside `follow`: no mixture, and the end is the head."""
+    feed, moves = long_feed(8), Moves()
+    target = target_for(feed)
+    replica = follower(feed.store, target, observer=moves)
+    errors: list[BaseException] = []
+
+    def routes(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(15):
+                version = int(rng.integers(0, 8))
+                match int(rng.integers(0, 4)):
+                    case 0:
+                        replica.advance(to=version)
+                    case 1:
+                        replica.pin(version if version % 2 else None)
+                    case 2:
+                        assert replica.scrub() == []
+                    case _:
+                        assert replica.status().counts.damaged == 0
+        except BaseException as error:  # noqa: BLE001 - told below
+            errors.append(error)
+
+    with following(replica) as raised:
+        moves.await_version(7)
+        threads = [threading.Thread(target=routes, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG_S)
+        replica.pin(None)
+        feed.delta(small_step(feed))
+        moves.await_version(8)
+    assert not raised
+    assert not errors
+    assert target.holds(feed.states[8])
+
+
+# Scrub
+
+
+@pytest.mark.parametrize("repair", [True, False])
+def test_scrub(repair: bool, caplog: pytest.LogCaptureFixture) -> None:
+    feed = long_feed(2)
+    target = target_for(feed)
+    replica = follower(feed.store, target)
+    with pytest.raises(InvalidInputError, match="nothing yet"):
+        replica.scrub()
+    replica.advance()
+    assert replica.scrub() == []
+    target.state["packed"][0, :2] += 1
+    target.state["counter"] += 1
+    found = replica.scrub(repair=repair)
+    assert [(damage.tensor, damage.elements) for damage in found] == [("counter", 1), ("packed", 2)]
+    assert target.holds(feed.states[1]) == repair
+    assert "2 elements of 'packed' differ" in caplog.text
+    counts = replica.status().counts
+    elements = feed.states[1].layout.elements
+    assert (counts.scrubbed, counts.damaged, counts.repaired) == (2 * elements, 3, 3 if repair else 0)
+    assert target.version == 1
+
+
+def test_scrub_does_not_repair_from_a_mirror_that_is_damaged() -> None:
+    feed = long_feed(2)
+    target = target_for(feed)
+    replica = follower(feed.store, target)
+    replica.advance()
+    mirror = replica._mover.mirror
+    assert mirror is not None
+    mirror.weights.arrays[mirror.weights.layout.ordinals["packed"]][0] ^= 1
+    assert replica.scrub() == []
+    assert target.holds(feed.states[1])
+    assert replica.status().counts.rebuilt == 1
+    # Some tensors alone are held against a mirror that nobody has looked at before: it is proved before a repair.
+    mirror.weights.arrays[mirror.weights.layout.ordinals["packed"]][0] ^= 1
+    assert replica._mover.scrub(target, repair=True, tensors=range(7))
+    assert target.holds(feed.states[1])
+    assert replica.status().counts.rebuilt == 2
+
+
+@pytest.mark.parametrize("is_background", [False, True], ids=["asked for", "in the background"])
+def test_scrub_proves_the_mirror(is_background: bool) -> None:
+    """A low bit of the mirror that flips before a delta is decoded: the target gets it, and only a digest can tell."""
+    feed, moves = Feed.of(2), Moves()
+    target = target_for(feed)
+    replica = follower(feed.store, target, observer=moves, scrub_s=0.01 if is_background else None)
+    replica.advance(to=0)
+    mirror = replica._mover.mirror
+    assert mirror is not None
+    ordinal = mirror.weights.layout.ordinals["embed"]
+    place = int(np.flatnonzero(feed.states[0].arrays[ordinal] != feed.states[1].arrays[ordinal])[0])
+    mirror.weights.arrays[ordinal][place] ^= 2
+    replica.advance()
+    assert not target.holds(feed.states[1])
+    if is_background:
+        with following(replica):
+            wait_until(lambda: replica.status().counts.rebuilt == 1)
+            wait_until(lambda: target.whole == [True, False, True])
+    else:
+        replica.scrub()
+    assert replica.status().counts.rebuilt == 1
+    assert target.holds(feed.states[1])
+
+
+def test_scrub_in_the_background() -> None:
+    feed, moves = long_feed(2), Moves()
+    target = target_for(feed)
+    replica = follower(feed.store, target, observer=moves, scrub_s=0.01)
+    with following(replica):
+        moves.await_version(1)
+        target.state["packed"][0, 0] ^= 1
+        wait_until(lambda: replica.status().counts.repaired == 1)
+        elements = feed.states[1].layout.elements
+        wait_until(lambda: replica.status().counts.scrubbed > 2 * elements)
+    assert target.holds(feed.states[1])
+
+
+def test_rounds_take_about_as_long_as_they_should() -> None:
+    now = [0.0]
+    rounds = loop.ScrubSchedule(100.0, clock=lambda: now[0])
+    elements = [10, 0, 30, 60]
+    assert rounds.due(elements) == []
+    now[0] = 10.0
+    assert rounds.due(elements) == [0]
+    now[0] = 30.0
+    assert rounds.due(elements) == [1, 2]
+    now[0] = 1000.0
+    assert rounds.due(elements) == [3, 0, 1, 2], "never more than all of them"
+    assert rounds.due([]) == []
+
+
+# Heartbeats
+
+
+def test_heartbeats() -> None:
+    feed = long_feed(2)
+    target = target_for(feed)
+    with follower(feed.store, target, replica="one", beat_s=1000.0) as replica:
+        replica.advance(to=0)
+        (beat,) = feed.log.heartbeats()
+        assert (beat.replica, beat.version) == ("one", 0)
+        digest = feed.log.read(0).digest.hex
+        assert (beat.facts["engine"], beat.facts["digest"]) == ("torch", digest)
+        assert {"plan_s", "fetch_s", "decode_s", "stage_s", "commit_s", "pause_s"} <= beat.facts.keys()
+        replica.advance()
+        (beat,) = feed.log.heartbeats()
+        assert (beat.version, beat.facts["lag"]) == (1, "0")
+        puts = len([call for call in feed.store.took() if call[0] == "put"])
+        replica.advance()
+        assert [call for call in feed.store.took() if call[0] == "put"] == [], puts
+    assert feed.log.heartbeats() == [], "who leaves for good keeps nothing back"
+
+
+def test_a_heartbeat_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    feed = long_feed(1)
+    store = FaultyStore(feed.store, lambda op: Fault("refuse") if op.key.startswith(keys.REPLICAS) else None)
+    target = target_for(feed)
+    with follower(store, target, beat_s=0.0) as replica:
+        for version in range(3):
+            replica.advance()
+            assert target.holds(feed.states[version])
+            feed.delta(small_step(feed))
+    assert caplog.text.count("cannot write the heartbeat") == 1
+
+
+def test_replicas_have_ids_of_their_own() -> None:
+    one, other = (follower(MemoryStore(), target_for(Feed.of(1))).replica for _ in range(2))
+    assert one != other
+    assert keys.parse_replica_key(keys.replica_key(one)) == one
+
+
+def test_the_event_tells_all() -> None:
+    feed, moves = long_feed(3), Moves()
+    target = target_for(feed)
+    replica = follower(feed.store, target, observer=moves)
+    replica.advance(to=0)
+    replica.advance()
+    (_, second) = moves
+    assert second == replace(second, from_version=0, version=2, edges=("delta", "delta"))
+    assert second.nbytes == feed.log.read(1).nbytes + feed.log.read(2).nbytes
+    assert "version 2 is live, from version 0" in str(second)

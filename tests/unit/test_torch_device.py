@@ -1,0 +1,124 @@
+"""Capture by torch operations, as it runs on an accelerator. Here the device is the CPU: the same code."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from support.feeds import paper
+
+from deltasync.errors import InvalidInputError
+from deltasync.feed.replay import zeros
+from deltasync.format.manifest import Manifest
+from deltasync.torch import device
+from deltasync.torch.device import DeviceCapture, Place
+from deltasync.torch.tensors import _NAMES, TorchWeights
+from deltasync.trainer.capture import Shadow, capture, copy_into, tensors_of
+
+Tensors = dict[str, torch.Tensor]
+HEAD: Manifest = paper("anchor", 0)
+
+
+@pytest.fixture(params=[1 << 25, 50, 7], ids=lambda size: f"blocks of {size}")
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "BLOCK_ELEMENTS", request.param)
+
+
+def model(seed: int, dtype: torch.dtype) -> Tensors:
+    """Of any bits, with all kinds of strides."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        raw = rng.integers(0, 2 if dtype == torch.bool else 256, int(np.prod(shape)) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(raw).view(dtype).reshape(shape)
+
+    return {
+        "whole": draw(9, 8),
+        "transposed": draw(7, 6).t(),
+        "sliced": draw(8, 9)[::2, 1:5],
+        "scalar": draw(1)[0],
+        "none": draw(2, 2)[:0],
+        "counter": torch.tensor(seed),
+    }
+
+
+def shadow_of(tensors: Tensors, cast: torch.dtype | None) -> Shadow:
+    source = TorchWeights(tensors, cast=cast)
+    weights = zeros(source.layout)
+    copy_into(weights, source)
+    return Shadow(weights, HEAD)
+
+
+def plain(found: list[object], shadow: Shadow) -> dict[str, tuple[list[int], list[int]]]:
+    changed = dict(tensors_of(shadow.weights.layout, found))  # type: ignore[arg-type]
+    return {name: (indices.tolist(), values.tolist()) for name, (indices, values) in changed.items()}
+
+
+CASTS = {f"{name}": (dtype, None) for dtype, name in _NAMES.items()} | {
+    "F32 as BF16": (torch.float32, torch.bfloat16),
+    "F64 as F16": (torch.float64, torch.float16),
+}
+
+
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize(("dtype", "cast"), CASTS.values(), ids=CASTS.keys())
+def test_finds_what_the_host_finds(place: Place, dtype: torch.dtype, cast: torch.dtype | None) -> None:
+    old, new = model(0, dtype), model(1, dtype)
+    shadow, on_device = shadow_of(old, cast), DeviceCapture(place)
+    assert plain(on_device.find(shadow, old, cast), shadow) == {}
+    found = plain(on_device.find(shadow, new, cast), shadow)
+    assert found == plain(capture(shadow.weights, TorchWeights(new, cast=cast)), shadow)
+    assert "counter" in found
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_follows_the_shadow(place: Place) -> None:
+    """The copy on the device is told of every version, also of several between two captures."""
+    states = [model(seed, torch.bfloat16) for seed in range(7)]
+    shadow, on_device = shadow_of(states[0], None), DeviceCapture(place)
+    for number, new in enumerate(states[1:]):
+        found = on_device.find(shadow, new, None)
+        assert plain(found, shadow) == plain(capture(shadow.weights, TorchWeights(new)), shadow)
+        # Every second one is not committed: then the next is captured against the same shadow.
+        if number % 2:
+            shadow.advance(dict(tensors_of(shadow.weights.layout, found)), HEAD)
+            back = dict(tensors_of(shadow.weights.layout, capture(shadow.weights, TorchWeights(states[2]))))
+            shadow.advance(back, HEAD)
+
+
+def test_a_capture_is_a_copy() -> None:
+    old, new = model(0, torch.float32), model(1, torch.float32)
+    shadow, on_device = shadow_of(old, None), DeviceCapture("device")
+    found = on_device.find(shadow, new, None)
+    before = plain(found, shadow)
+    for tensor in new.values():
+        tensor.zero_()
+    assert plain(found, shadow) == before
+
+
+def test_the_copy_on_the_device_is_not_the_shadow() -> None:
+    """On the CPU the two could be one by accident, and every change would be lost."""
+    old = model(0, torch.float32)
+    shadow, on_device = shadow_of(old, None), DeviceCapture("device")
+    on_device.find(shadow, old, None)
+    shadow.weights.arrays[0][:] ^= 1
+    assert plain(on_device.find(shadow, old, None), shadow) == {}
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: {**tensors, "more": torch.ones(2)},
+        lambda tensors: {name: t for name, t in tensors.items() if name != "whole"},
+        lambda tensors: {**tensors, "whole": tensors["whole"].t()},
+        lambda tensors: {**tensors, "whole": tensors["whole"].double()},
+    ],
+    ids=["appeared", "vanished", "another shape", "another type"],
+)
+def test_other_tensors_are_refused_by_name(place: Place, change: Callable[[Tensors], Tensors]) -> None:
+    tensors = model(0, torch.float32)
+    shadow = shadow_of(tensors, None)
+    with pytest.raises(InvalidInputError, match=r"more|whole"):
+        DeviceCapture(place).find(shadow, change(tensors), None)

@@ -1,0 +1,447 @@
+"""The arithmetic of shards against brute force, and versions that several processes make together."""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.helpers import BF16, changed
+from support.publishing import NEVER
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from deltasync import blocks
+from deltasync.checkpoint import open_checkpoint
+from deltasync.errors import (
+    ConflictError,
+    CorruptError,
+    DeltasyncError,
+    InvalidInputError,
+    MismatchError,
+    RankError,
+    StoreError,
+)
+from deltasync.feed.replay import restore
+from deltasync.feed.verify import verify
+from deltasync.feed.writer import Writer
+from deltasync.format import limits
+from deltasync.format.digest import StateDigest, layout_digest
+from deltasync.format.layout import Layout
+from deltasync.format.manifest import BaseRef, Manifest
+from deltasync.format.payload import Block
+from deltasync.format.weights import Weights
+from deltasync.store.memory import MemoryStore
+from deltasync.torch.ranks import Failure, owned
+from deltasync.trainer.anchoring import Anchoring
+from deltasync.trainer.capture import Shadow, capture, tensors_of
+from deltasync.trainer.shards import Box, Shards, ShardWeights, Spans, chunk, cut, joined
+from deltasync.trainer.version import Part, VersionWriter, grouped, put_anchor
+
+T = TypeVar("T")
+
+
+def indices(spans: Spans) -> list[int]:
+    return [i for start, count in spans for i in range(start, start + count)]
+
+
+def flat(box: Box) -> np.ndarray:
+    """Every element of a box by brute force: its index in the tensor, in the order that it has here."""
+    whole = np.arange(math.prod(box.shape)).reshape(box.shape)
+    return whole[np.ix_(*(indices(spans) for spans in box.spans))].reshape(-1)
+
+
+@st.composite
+def spans_of(draw: st.DrawFn, size: int) -> Spans:
+    """A part of a dimension, cut once or twice, from the left or from the right."""
+    spans: Spans = ((0, size),) if size else ()
+    for _ in range(draw(st.integers(0, 2))):
+        parts = draw(st.integers(1, 5))
+        number, factor = draw(st.integers(0, parts - 1)), draw(st.integers(1, 3))
+        spans = joined(chunk(chunk(spans, first, factor), number, parts) for first in range(factor))
+    return spans
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> Box:
+    shape = tuple(draw(st.lists(st.integers(0, 7), min_size=1, max_size=4)))
+    return Box(shape, tuple(draw(spans_of(size)) for size in shape))
+
+
+@given(boxes(), st.data())
+@example(Box((2, 3, 4), (((0, 2),), ((1, 1),), ((0, 4),))), None)
+@example(Box((2, 4, 3), (((1, 1),), ((0, 2), (3, 1)), ((1, 2),))), None)
+def test_places_are_where_brute_force_finds_them(box: Box, data: st.DataObject | None) -> None:
+    expected = flat(box)
+    assert box.elements == len(expected)
+    if not len(expected):
+        assert box.local_shape == (0,)
+        assert box.runs == 0
+        return
+    first = 0 if data is None else data.draw(st.integers(0, len(expected) - 1))
+    count = len(expected) if data is None else data.draw(st.integers(1, len(expected) - first))
+    starts, counts = box.places(first, count)
+    found = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+    assert found.tolist() == expected[first : first + count].tolist()
+    assert len(box.places(0, box.elements)[0]) == box.runs
+
+
+@given(boxes(), st.integers(1, 4))
+def test_rows_fill_what_a_box_has_of_them(box: Box, step: int) -> None:
+    whole = np.arange(1, math.prod(box.shape) + 1, dtype=np.uint32)
+    row = math.prod(box.shape[1:])
+    local = np.zeros(box.elements, np.uint32)
+    for first in range(0, box.shape[0] if row and box.elements else 0, step):
+        box.copy_rows(local, whole[first * row : (first + step) * row], first)
+    assert local.tolist() == (flat(box) + 1).tolist()
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
+    whole = torch.arange(size)
+    expected = [piece.tolist() for piece in torch.chunk(whole, parts)]
+    found = [indices(chunk(((0, size),) if size else (), number, parts)) for number in range(parts)]
+    assert [piece for piece in found if piece] == [piece for piece in expected if piece]
+
+
+def test_cut_counts_along_the_spans() -> None:
+    spans = ((5, 3), (20, 2), (0, 4))
+    assert cut(spans, 2, 7) == ((7, 1), (20, 2), (0, 2))
+    assert cut(spans, 9, 99) == ()
+    assert joined([((0, 2),), ((2, 3),), (), ((6, 1),)]) == ((0, 5), (6, 1))
+
+
+# What torch itself makes of a placement, on every rank of a mesh that exists in name only.
+
+
+def each_rank(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]) -> Iterator[DTensor]:
+    world = math.prod(mesh_shape)
+    for rank in range(world):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        try:
+            mesh = init_device_mesh("cpu", tuple(mesh_shape))
+            whole = torch.arange(math.prod(shape)).reshape(tuple(shape))
+            yield distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        finally:
+            dist.destroy_process_group()
+
+
+PLACEMENTS = {
+    "rows": ((65, 3), (4,), [Shard(0)]),
+    "fewer rows than ranks": ((3, 2), (4,), [Shard(0)]),
+    "columns": ((5, 7), (2,), [Shard(1)]),
+    "middle": ((3, 5, 2), (4,), [Shard(1)]),
+    "replicated": ((4, 4), (3,), [Replicate()]),
+    "replicated and sharded": ((65,), (2, 2), [Replicate(), Shard(0)]),
+    "sharded and replicated": ((9, 2), (2, 2), [Shard(0), Replicate()]),
+    "rows and columns": ((65, 33), (2, 2), [Shard(0), Shard(1)]),
+    "rows twice": ((13, 2), (2, 2), [Shard(0), Shard(0)]),
+    "rows twice, the right first": ((65, 2), (2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+    "pieces of every third": ((20, 2), (2,), [_StridedShard(0, split_factor=3)]),
+    "three dimensions of a mesh": ((9, 8, 7), (2, 2, 2), [Shard(2), Replicate(), Shard(0)]),
+    "a scalar": ((), (2,), [Replicate()]),
+    "nothing": ((0, 4), (2,), [Shard(0)]),
+}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_element_of_a_placement_is_owned_once(name: str) -> None:
+    shape, mesh_shape, placements = PLACEMENTS[name]
+    seen: list[int] = []
+    for rank, tensor in enumerate(each_rank(shape, mesh_shape, placements)):
+        box, local = owned("w", tensor, rank)
+        assert tuple(local.shape) == box.local_shape
+        # The value of an element is its index in the whole.
+        assert local.reshape(-1).tolist() == flat(box).tolist()
+        seen += local.reshape(-1).tolist()
+    assert sorted(seen) == list(range(math.prod(shape)))
+
+
+def test_a_rank_outside_the_mesh_owns_nothing() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
+    try:
+        mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1])
+        box, local = owned("w", DTensor.from_local(torch.zeros(0), mesh, [Shard(0)], shape=(6,), stride=(1,)), 2)
+    finally:
+        dist.destroy_process_group()
+    assert (box.elements, local.numel()) == (0, 0)
+
+
+def test_of_several_meshes_with_a_copy_the_one_of_rank_0_publishes() -> None:
+    seen: list[int] = []
+    for rank in range(4):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        try:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"]
+            seen += owned("w", distribute_tensor(torch.arange(5), mesh, [Shard(0)], src_data_rank=None), rank)[
+                1
+            ].tolist()
+        finally:
+            dist.destroy_process_group()
+    assert sorted(seen) == list(range(5))
+
+
+def test_plain_tensors_belong_to_the_first_rank() -> None:
+    for tensor in (torch.tensor(3.0), torch.ones(2, 3).t()):
+        assert owned("w", tensor, 0)[0].elements == tensor.numel()
+        assert torch.equal(owned("w", tensor, 0)[1].reshape(tensor.shape), tensor)
+        assert owned("w", tensor, 1)[0].elements == 0
+
+
+def test_what_cannot_be_published_is_named() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        with pytest.raises(InvalidInputError, match=r"'sum\.me'.*Partial|'sum\.me' is placed as P"):
+            owned("sum.me", DTensor.from_local(torch.zeros(4), mesh, [Partial()]), 1)
+        wrong = DTensor.from_local(torch.zeros(3, 4), mesh, [Shard(0)], shape=(10, 4), stride=(4, 1))
+        with pytest.raises(InvalidInputError, match=r"rank 1 has \[3, 4\] of tensor 'w' where \[5, 4\] belongs"):
+            owned("w", wrong, 1)
+    finally:
+        dist.destroy_process_group()
+
+
+# Several processes, played by threads.
+
+
+class Table:
+    """The join of some threads: each lays down its part, the first one finishes, all take the result."""
+
+    def __init__(self, size: int) -> None:
+        self._meet = threading.Barrier(size, timeout=60)
+        self._parts: list[Part | None] = [None] * size
+        self._result: object = None
+
+    def join(self, rank: int) -> Callable[[str, Callable[[], Part], Callable[[Part], T]], T]:
+        def join(about: str, make: Callable[[], Part], finish: Callable[[Part], T]) -> T:
+            self._parts[rank] = make()
+            self._meet.wait()
+            if rank == 0:
+                self._result = finish(Part.total([part for part in self._parts if part is not None]))
+            self._meet.wait()
+            return self._result  # type: ignore[return-value]
+
+        return join
+
+
+def together(size: int, act: Callable[[int], None]) -> None:
+    """`act` in a thread for each rank; their errors here."""
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            act(rank)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def model(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {
+        "by rows": rng.standard_normal((65, 40)).astype(BF16),
+        "by columns": rng.standard_normal((33, 50)).astype(BF16),
+        "in the middle": rng.standard_normal((4, 9, 5)).astype(np.float32),
+        "for one": rng.standard_normal((7,)).astype(np.float32),
+        "scalar": np.array(3, np.int64),
+        "empty": np.empty((0, 4), BF16),
+        "few": rng.standard_normal((2, 3)).astype(BF16),
+    }
+
+
+AXES = {"by rows": 0, "by columns": 1, "in the middle": 1, "few": 0}
+
+
+def shards_of(layout: Layout, rank: int, size: int) -> Shards:
+    found = []
+    for spec in layout.tensors:
+        box = Box.whole(spec.shape)
+        axis = AXES.get(spec.name)
+        if axis is not None:
+            spans = list(box.spans)
+            spans[axis] = chunk(spans[axis], rank, size)
+            box = Box(box.shape, tuple(spans))
+        elif rank:
+            box = Box.empty(spec.shape)
+        found.append(box)
+    return Shards(layout, found)
+
+
+def shard_of(weights: Weights, shards: Shards) -> ShardWeights:
+    arrays = tuple(array[flat(box)] for array, box in zip(weights.arrays, shards.boxes, strict=True))
+    return ShardWeights(shards.local, arrays, shards)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Path) -> None:
+    store = MemoryStore()
+    states = [model()]
+    for step in range(3):
+        states.append(changed(states[-1], seed=step + 1, share=0.2 if step else 0.9))
+    wholes = [Weights.of(state) for state in states]
+    manifests: list[Manifest] = []
+    tables = Table(size), Table(size)
+
+    def run(rank: int) -> None:
+        writer = Writer(store)
+        if rank == 0:
+            writer.open()
+        shards = shards_of(wholes[0].layout, rank, size)
+        shadow = Shadow(shard_of(wholes[0], shards), None)
+        plain = Weights(shards.local, shadow.weights.arrays)
+        options = {"retry_s": 1.0, "shards": shards}
+        maker = VersionWriter(writer, shadow, join=tables[0].join(rank), **options)
+        moved_on, join = threading.Event(), tables[1].join(rank)
+
+        def later(about: str, make: Callable[[], Part], finish: Callable[[Part], Manifest]) -> Manifest:
+            assert moved_on.wait(60)
+            return join(about, make, finish)
+
+        anchoring = Anchoring(writer, shadow, NEVER, observer=None, join=later, **options)
+        made = maker.first(step=0, base=None, files=None)
+        shadow.advance({}, made.manifest)
+        for step, whole in enumerate(wholes[1:], 1):
+            manifests.extend([made.manifest] * (rank == 0))
+            found = capture(plain, Weights(shards.local, shard_of(whole, shards).arrays))
+            captured = dict(tensors_of(shards.local, found))
+            made = maker.delta(captured, step=step)
+            with shadow.lock:
+                anchoring.note(shadow.advance(captured, made.manifest))
+                if step == 2:
+                    # It is written once version 3 has overwritten the shadow.
+                    anchoring.begin(made.manifest)
+        moved_on.set()
+        manifests.extend([made.manifest] * (rank == 0))
+        anchoring.close()
+
+    together(size, run)
+    assert [m.digest for m in manifests] == [blocks.digest(whole) for whole in wholes]
+    changes = [
+        sum(int((a != b).sum()) for a, b in zip(before.arrays, after.arrays, strict=True))
+        for before, after in pairwise(wholes)
+    ]
+    assert [m.changed for m in manifests] == [None, *changes]
+    found = verify(store, deep=True)
+    assert (found.damages, found.restorable, found.orphans) == ((), (0, 1, 2, 3), 0)
+    assert len(store.get(f"anchors/{2:020d}.json")) > 0
+    for version, whole in enumerate(wholes):
+        restore(store, tmp_path / str(version), version=version)
+        restored = open_checkpoint(tmp_path / str(version)).weights
+        assert restored.layout == whole.layout
+        for found_bits, bits in zip(restored.arrays, whole.arrays, strict=True):
+            assert found_bits.tobytes() == bits.tobytes()
+
+
+def test_a_base_has_the_digest_of_all_ranks() -> None:
+    store, table, whole = MemoryStore(), Table(3), Weights.of(model())
+
+    def run(rank: int) -> None:
+        writer, shards = Writer(store), shards_of(whole.layout, rank, 3)
+        if rank == 0:
+            writer.open()
+        shadow = Shadow(shard_of(whole, shards), None)
+        maker = VersionWriter(writer, shadow, retry_s=1.0, shards=shards, join=table.join(rank))
+        made = maker.first(step=0, base=BaseRef("some/checkpoint"), files=None)
+        assert (made.manifest.kind, made.manifest.payloads) == ("base", ())
+        assert made.manifest.digest == blocks.digest(whole)
+
+    together(3, run)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_partial_digests_add_up(size: int) -> None:
+    weights = Weights.of(model())
+    total = layout_digest(weights.layout)
+    for rank in range(size):
+        shard = shard_of(weights, shards_of(weights.layout, rank, size))
+        total += blocks.digest(shard) - layout_digest(shard.layout)
+    assert total == blocks.digest(weights)
+
+
+def test_weights_without_elements_make_one_shard() -> None:
+    weights = Weights.of({"empty": np.empty((0, 4), BF16)})
+    parts = []
+    for rank in range(3):
+        shards = shards_of(weights.layout, rank, 3)
+        writer = Writer(MemoryStore())
+        refs, digest = put_anchor(writer, shard_of(weights, shards), 0, shards=shards)
+        parts.append(Part(refs, digest - layout_digest(weights.layout), None))
+    assert len(Part.total(parts).payloads) == 1
+
+
+def test_a_rank_without_elements_puts_nothing() -> None:
+    weights = Weights.of({"w": np.ones(1, np.float32)})
+    shards = shards_of(weights.layout, 1, 2)
+    refs, digest = put_anchor(Writer(MemoryStore()), shard_of(weights, shards), 0, shards=shards)
+    assert (refs, digest) == ((), layout_digest(weights.layout))
+
+
+def test_payloads_are_closed_before_they_have_too_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "RUNS_MAX", 10)
+
+    def block(runs: int) -> Block:
+        return Block("exp/1", np.ones((runs, 3), np.int64), 1, StateDigest.ZERO, b"")
+
+    found = [[len(b.runs) for b in group] for group in grouped(map(block, [4, 4, 4, 10, 1, 1, 11, 2]))]
+    assert found == [[4, 4], [4], [10], [1, 1], [11], [2]]
+    assert [len(group) for group in grouped(map(block, [1, 1, 1, 1, 1]), elements=2)] == [2, 2, 1]
+    assert list(grouped([])) == []
+
+
+def test_shards_of_single_elements_are_refused_where_there_are_too_many() -> None:
+    spec = Weights.of({"w": np.zeros((2, 2), np.float32)}).layout.tensors[0]
+    for rows, fine in ((1 << 20, True), (1 << 21, False)):
+        layout = Layout.of([type(spec)("w", spec.dtype, (rows, 2))])
+        box = Box((rows, 2), (((0, rows),), ((0, 1),)))
+        if fine:
+            assert Shards(layout, [box]).boxes[0].runs == rows
+        else:
+            with pytest.raises(InvalidInputError, match="tensor 'w' lies in too many short pieces"):
+                Shards(layout, [box])
+
+
+def test_another_sharding_is_named() -> None:
+    layout = Weights.of(model()).layout
+    shards = shards_of(layout, 0, 2)
+    shards.require(shards_of(layout, 0, 2).boxes)
+    with pytest.raises(InvalidInputError, match="'by columns' is sharded in another way"):
+        shards.require(shards_of(layout, 1, 2).boxes)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StoreError("down", transient=True, hint="wait", key="k"),
+        StoreError("gone", transient=False),
+        ConflictError("taken", key="k", hint="stop"),
+        MismatchError("other", rule="layout.differs", version=3, hint="look"),
+        CorruptError("bad", rule="r"),
+        InvalidInputError("wrong"),
+    ],
+)
+def test_errors_cross_to_other_ranks_as_what_they_are(error: DeltasyncError) -> None:
+    there = Failure.of(error, 3).error()
+    assert type(there) is type(error)
+    assert there.message == f"rank 3: {error.message}"
+    assert {**vars(there), "message": ""} == {**vars(error), "message": ""}
+
+
+def test_other_errors_cross_as_text() -> None:
+    there = Failure.of(KeyError("x"), 1).error()
+    assert (type(there), there.message) == (RankError, "rank 1: KeyError: 'x'")

@@ -1,0 +1,149 @@
+"""Anchors that a publisher adds: when they are due, exact while training goes on, and harmless where they fail."""
+
+import logging
+
+import pytest
+from support.publishing import HARD, LONG_S, Gate, Notes, Outage, begun, holds, nth, publish, publisher, require_steps
+
+from deltasync.feed.log import Log
+from deltasync.feed.plan import plan
+from deltasync.feed.replay import load
+from deltasync.format import keys
+from deltasync.store.memory import MemoryStore
+from deltasync.store.protocol import Store
+from deltasync.trainer import events
+from deltasync.trainer import version as anchors
+from deltasync.trainer.anchoring import AnchorPolicy
+from deltasync.trainer.publisher import FeedPublisher
+
+pytestmark = pytest.mark.usefixtures("no_pauses")
+
+
+def late_anchors(store: Store) -> list[int]:
+    return Log(store).anchors()
+
+
+POLICIES: dict[str, tuple[AnchorPolicy, list[int]]] = {
+    "never": (AnchorPolicy(bytes_ratio=None), []),
+    "by count": (AnchorPolicy(bytes_ratio=None, versions=3), [3, 6]),
+    "always": (AnchorPolicy(bytes_ratio=None, versions=1), [1, 2, 3, 4, 5, 6, 7]),
+    "by a ratio that every delta passes": (AnchorPolicy(bytes_ratio=1e-6), [1, 2, 3, 4, 5, 6, 7]),
+    "by a ratio that nothing passes": (AnchorPolicy(bytes_ratio=1e6), []),
+}
+
+
+@pytest.mark.parametrize(("policy", "expected"), POLICIES.values(), ids=POLICIES.keys())
+def test_anchors_come_when_they_are_due(policy: AnchorPolicy, expected: list[int]) -> None:
+    notes = Notes()
+    store, to = begun(anchors=policy, observer=notes)
+    for number in range(1, 8):
+        publish(to, number).wait(LONG_S)
+        await_anchor(to)
+    to.close()
+    assert late_anchors(store) == expected
+    assert [event.version for event in notes if event.kind == "anchor"] == [0, *expected]
+    require_steps(store, {number: number for number in range(8)})
+
+
+def await_anchor(to: FeedPublisher) -> None:
+    """Without this the next version may come while the anchor of the last one is written, and goes without."""
+    running = to._running
+    assert running is not None
+    running.anchoring._pool.submit(lambda: None).result(LONG_S)
+
+
+def test_by_ratio_deltas_weigh_as_much_as_the_anchor() -> None:
+    store, to = begun(anchors=AnchorPolicy(bytes_ratio=1.0))
+    log = Log(store)
+    number = 0
+    while not late_anchors(store):
+        number += 1
+        publish(to, number).wait(LONG_S)
+        await_anchor(to)
+        assert number < 200
+    to.close()
+    anchor = log.read(0).nbytes
+    sizes = [log.read(version).nbytes for version in range(1, number + 1)]
+    assert sum(sizes) >= anchor > sum(sizes[:-1])
+
+
+@pytest.mark.parametrize("version", [0, 1, 3])
+def test_an_anchor_on_request(version: int) -> None:
+    store = MemoryStore()
+    to = publisher(store)
+    for number in range(5):
+        publish(to, number, anchor=number == version).wait(LONG_S)
+    to.close()
+    # Version 0 is an anchor itself.
+    assert late_anchors(store) == ([version] if version else [])
+    require_steps(store, {number: number for number in range(5)})
+
+
+def test_an_anchor_is_exact_although_the_shadow_moves_on() -> None:
+    """It is stopped before it reads the first element; five versions later it goes on."""
+    gate = Gate("list", keys.PAYLOADS)
+    store, to = begun(gate)
+    publish(to, 1, anchor=True).wait(LONG_S)
+    gate.await_operation()
+    for number in (2, 3, 1, 0, 4):
+        publish(to, number).wait(LONG_S)
+    assert late_anchors(store) == []
+    gate.open()
+    to.close()
+    log = Log(store)
+    manifest = log.read(1)
+    way = plan(log, manifest)
+    assert [(edge.start, edge.manifest.kind) for edge in way.edges] == [(None, "anchor")]
+    assert way.edges[0].key == keys.anchor_key(1)
+    # Nothing else is left to read it from.
+    alone = MemoryStore()
+    for key in (
+        keys.version_key(1),
+        keys.anchor_key(1),
+        *(keys.payload_key(p.sha256) for p in way.edges[0].manifest.payloads),
+    ):
+        alone.put(key, store.get(key))
+    assert holds(load(Log(alone), manifest), nth(1))
+
+
+def test_an_anchor_that_fails_costs_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    outage = Outage(HARD, lambda operation: operation.key.startswith(keys.ANCHORS))
+    store, to = begun(outage)
+    publish(to, 1, anchor=True).wait(LONG_S)
+    publish(to, 2).wait(LONG_S)
+    to.close()
+    assert "the anchor was not written" in caplog.text
+    outage.is_over = True
+    assert late_anchors(store) == []
+    require_steps(store, {0: 0, 1: 1, 2: 2})
+
+
+@pytest.mark.parametrize("versions", [None, 2], ids=["on request", "by count"])
+def test_an_anchor_that_failed_comes_with_the_next_version(versions: int | None) -> None:
+    outage = Outage(HARD, lambda operation: operation.key.startswith(keys.ANCHORS))
+    store, to = begun(outage, anchors=AnchorPolicy(bytes_ratio=None, versions=versions))
+    for number in (1, 2):
+        publish(to, number, anchor=versions is None and number == 2).wait(LONG_S)
+        await_anchor(to)
+    outage.is_over = True
+    assert late_anchors(store) == []
+    for number in (3, 4, 5):
+        publish(to, number).wait(LONG_S)
+        await_anchor(to)
+    to.close()
+    # By count the next but one after it is due again.
+    assert late_anchors(store) == ([3] if versions is None else [3, 5])
+    require_steps(store, dict(enumerate(range(6))))
+
+
+def test_a_long_anchor_tells_how_far_it_is(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchors, "SHARD_ELEMENTS", 512)
+    monkeypatch.setattr(events, "PROGRESS_S", 0.0)
+    caplog.set_level(logging.INFO)
+    store, to = begun()
+    publish(to, 1, anchor=True).wait(LONG_S)
+    to.close()
+    told = [record.message for record in caplog.records if "elements are put" in record.message]
+    for version, count in ((0, len(Log(store).read(0).payloads)), (1, 2)):
+        found = [line for line in told if f"the anchor of version {version}:" in line]
+        assert len(found) >= count - 1 > 0, told

@@ -1,0 +1,360 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.feeds import NoFenceStore, SpyStore, same_weights
+from support.helpers import State, changed, safetensors_bytes, state, write_sharded
+
+import deltasync
+from deltasync.checkpoint import open_checkpoint
+from deltasync.errors import ConflictError, CorruptError, InvalidInputError, MismatchError, NotFoundError, StoreError
+from deltasync.feed.fetch import fetch_files
+from deltasync.feed.log import Log
+from deltasync.feed.replay import load, restore
+from deltasync.feed.verify import verify
+from deltasync.format import keys
+from deltasync.format.manifest import BaseRef, Manifest
+from deltasync.trainer.checkpoint import publish as publish_checkpoint
+
+
+class Place:
+    """A feed, and checkpoint folders `c0`, `c1` … that are published to it one after another."""
+
+    def __init__(self, root: Path, store: SpyStore) -> None:
+        self.root = root
+        self.store = store
+        self.log = Log(store)
+        self.states: list[State] = []
+
+    def checkpoint(self, tensors: State) -> Path:
+        folder = self.root / f"c{len(self.states)}"
+        write_sharded(folder, tensors)
+        self.states.append(tensors)
+        return folder
+
+    def publish(self, tensors: State | None = None, **options: Any) -> Manifest:
+        new = tensors
+        if new is None:
+            new = changed(self.states[-1], seed=len(self.states)) if self.states else state()
+        return publish_checkpoint(self.store, self.checkpoint(new), **options)
+
+    def check(self) -> None:
+        """Every version has the bits that were published, and the feed verifies."""
+        for version, tensors in enumerate(self.states):
+            weights = load(self.log, self.log.read(version))
+            assert weights.layout.tensors
+            out = self.root / f"restored{version}"
+            restore(self.store, out, version=version)
+            assert deltasync.digest(out) == deltasync.digest(tensors)
+        assert verify(self.store, deep=True).is_clean
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path, SpyStore())
+
+
+def test_the_first_version_is_an_anchor(place: Place) -> None:
+    manifest = place.publish(step=120)
+    assert (manifest.kind, manifest.version, manifest.parent, manifest.step) == ("anchor", 0, None, 120)
+    assert manifest.digest == deltasync.digest(state())
+    assert place.log.read(0) == manifest
+    assert place.log.feed() is not None
+    place.check()
+
+
+def test_then_deltas(place: Place) -> None:
+    first = place.publish()
+    second = place.publish(step=7)
+    assert (second.kind, second.version, second.parent, second.parent_digest) == ("delta", 1, 0, first.digest)
+    assert second.step == 7
+    assert second.writer != first.writer
+    old, new = (np.concatenate([a.reshape(-1).view(np.uint8) for a in s.values()]) for s in place.states)
+    assert second.changed is not None
+    assert 0 < second.changed <= (old != new).sum()
+    assert second.nbytes < first.nbytes
+    place.publish()
+    place.check()
+
+
+def test_one_file_is_a_checkpoint_too(place: Place) -> None:
+    (place.root / "one.safetensors").write_bytes(safetensors_bytes(state()))
+    manifest = publish_checkpoint(place.store, place.root / "one.safetensors")
+    assert manifest.files is None
+    assert manifest.digest == deltasync.digest(state())
+
+
+def test_unchanged_weights_are_a_delta_without_payload(place: Place) -> None:
+    place.publish()
+    manifest = place.publish(place.states[-1])
+    assert (manifest.kind, manifest.changed, manifest.payloads, manifest.nbytes) == ("delta", 0, (), 0)
+    place.publish()
+    place.check()
+
+
+def test_a_late_anchor_comes_on_top_of_the_delta(place: Place) -> None:
+    place.publish()
+    manifest = place.publish(anchor=True, step=5)
+    assert manifest.kind == "delta"
+    anchor = place.log.anchor(1)
+    assert anchor is not None
+    assert (anchor.kind, anchor.parent, anchor.digest, anchor.step) == ("anchor", None, manifest.digest, 5)
+    assert anchor.files == manifest.files
+    place.store.delete(keys.payload_key(place.log.read(0).payloads[0].sha256))
+    assert same_weights(load(place.log, manifest), open_checkpoint(place.root / "c1").weights)
+
+
+def test_a_second_attempt_at_a_late_anchor_makes_no_other_version(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.publish(step=4)
+    create = place.store.create
+
+    def refuse(key: str, data: Any) -> bool:
+        if key.startswith(keys.ANCHORS):
+            raise StoreError("down", transient=False)
+        return create(key, data)
+
+    monkeypatch.setattr(place.store, "create", refuse)
+    with pytest.raises(StoreError):
+        place.publish(anchor=True, step=5)
+    monkeypatch.undo()
+    head = place.log.head()
+    assert head is not None
+    assert (head.version, place.log.anchors()) == (1, [])
+    for _ in range(2):
+        assert publish_checkpoint(place.store, place.root / "c1", anchor=True, step=5) == head
+        assert place.log.anchors() == [1]
+    # Another step is another version, also of the same weights.
+    assert publish_checkpoint(place.store, place.root / "c1", anchor=True, step=6).version == 2
+    assert verify(place.store, deep=True).is_clean
+
+
+def test_an_anchor_puts_the_files_again(place: Place) -> None:
+    files = place.publish().files
+    assert files is not None
+    key = keys.payload_key(files.sha256)
+    sound = place.store.get(key)
+    place.store.put(key, sound[:-1] + bytes([sound[-1] ^ 1]))
+    assert place.publish().files == files
+    assert place.store.get(key) != sound
+    assert place.publish(anchor=True).files == files
+    assert place.store.get(key) == sound
+
+
+def test_an_anchor_at_the_first_version_is_that_version(place: Place) -> None:
+    assert place.publish(anchor=True).kind == "anchor"
+    assert place.log.anchors() == []
+
+
+OTHERS: dict[str, Callable[[State], State]] = {
+    "another shape": lambda s: s | {"embed": s["embed"].reshape(32, 64)},
+    "another type": lambda s: s | {"counter": np.array(7, np.uint64)},
+    "one more": lambda s: s | {"zzz": np.zeros(3, np.float32)},
+    "one less": lambda s: {n: a for n, a in s.items() if n != "embed"},
+    "another name": lambda s: {("e" if n == "embed" else n): a for n, a in s.items()},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
+def test_other_tensors(place: Place, other: Callable[[State], State]) -> None:
+    """Refused, unless it is said that the model is meant to change: then the chain goes on from an anchor."""
+    place.publish()
+    head = place.publish()
+    new = other(place.states[-1])
+    with pytest.raises(MismatchError) as caught:
+        place.publish(new)
+    assert caught.value.hint is not None
+    assert "--anchor" in caught.value.hint
+    assert place.log.require_head() == head
+    place.states.pop()
+    manifest = place.publish(new, anchor=True)
+    assert (manifest.kind, manifest.parent, manifest.parent_digest) == ("anchor", 1, head.digest)
+    assert place.log.anchors() == []
+    place.publish()
+    place.check()
+
+
+@pytest.mark.parametrize("parent", ["right", "wrong", "missing", "another layout"])
+def test_a_parent_at_hand(place: Place, parent: str) -> None:
+    place.publish()
+    place.publish()
+    write_sharded(place.root / "another layout", {"x": np.zeros(3, np.float32)})
+    given = {"right": "c1", "wrong": "c0", "missing": "nowhere", "another layout": "another layout"}[parent]
+    place.store.took()
+    if parent == "right":
+        place.publish(parent=place.root / given)
+        assert not [k for verb, k in place.store.took() if verb == "get" and k.startswith(keys.PAYLOADS)]
+        place.check()
+        return
+    with pytest.raises(NotFoundError if parent == "missing" else MismatchError) as caught:
+        place.publish(parent=place.root / given)
+    if parent != "missing":
+        assert (caught.value.rule, caught.value.version) == ("publish.parent", 1)
+    assert place.log.require_head().version == 1
+
+
+def test_a_parent_is_not_asked_for_at_the_first_version(place: Place) -> None:
+    assert place.publish(parent=place.root / "nowhere").version == 0
+
+
+# --- bases ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_base_uploads_no_weights(place: Place) -> None:
+    folder = place.root / "c0"
+    manifest = place.publish(base=BaseRef(str(folder)))
+    assert (manifest.kind, manifest.base, manifest.payloads) == ("base", BaseRef(str(folder)), ())
+    assert manifest.digest == deltasync.digest(state())
+    stored = [info.key for info in place.store.list(keys.PAYLOADS)]
+    assert manifest.files is not None
+    assert stored == [keys.payload_key(manifest.files.sha256)], "the files beside the weights, and nothing else"
+    place.publish()
+    place.check()
+
+
+def test_only_the_first_version_can_be_a_base(place: Place) -> None:
+    place.publish()
+    with pytest.raises(InvalidInputError, match="version 0"):
+        place.publish(base=BaseRef("org/model"))
+    assert place.log.require_head().version == 0
+
+
+def test_going_on_from_a_base_that_is_not_at_hand(place: Place) -> None:
+    place.publish(base=BaseRef(str(place.root / "elsewhere")))
+    with pytest.raises(NotFoundError):
+        place.publish()
+    place.states.pop()
+    place.publish(parent=place.root / "c0")
+    (place.root / "c0").rename(place.root / "elsewhere")
+    place.check()
+
+
+# --- files beside the weights -----------------------------------------------------------------------------------------
+
+
+def file_puts(store: SpyStore) -> int:
+    """Objects of files among those that were put since the last look."""
+    puts = [key for verb, key in store.took() if verb == "put"]
+    return sum(b'"kind":"files"' in store.get(key)[:300] for key in puts)
+
+
+def test_files_are_put_once_and_carried_on(place: Place) -> None:
+    first = place.publish()
+    assert fetch_files(place.store, first) == {"config.json": b'{"model_type": "test"}'}
+    assert file_puts(place.store) == 1
+    second = place.publish()
+    assert second.files == first.files
+    assert file_puts(place.store) == 0
+
+
+def test_files_that_change(place: Place) -> None:
+    first = place.publish()
+    folder = place.checkpoint(changed(state()))
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "vocab.txt").write_text("a")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "x").write_text("hidden")
+    (folder / "pytorch_model.bin").write_bytes(b"stale")
+    (folder / "extra.safetensors").write_bytes(b"stale")
+    second = publish_checkpoint(place.store, folder)
+    assert second.files != first.files
+    assert fetch_files(place.store, second) == {"config.json": b"{}", "tokenizer/vocab.txt": b"a"}
+    restore(place.store, place.root / "out")
+    names = {p.relative_to(place.root / "out").as_posix() for p in (place.root / "out").rglob("*") if p.is_file()}
+    assert names == {"config.json", "tokenizer/vocab.txt", "model.safetensors"}
+
+
+def test_a_checkpoint_without_files_keeps_those_of_the_head(place: Place) -> None:
+    first = place.publish()
+    (place.root / "one.safetensors").write_bytes(safetensors_bytes(changed(state())))
+    second = publish_checkpoint(place.store, place.root / "one.safetensors")
+    assert second.files == first.files is not None
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+class Overtaking(SpyStore):
+    """Lets another publisher commit right before a commit."""
+
+    overtake: Callable[[], object] | None = None
+
+    def create(self, key: str, data: Any) -> bool:
+        if key.startswith(keys.VERSIONS) and self.overtake is not None:
+            other, self.overtake = self.overtake, None
+            other()
+        return super().create(key, data)
+
+
+def test_another_writer_was_faster(tmp_path: Path) -> None:
+    store = Overtaking()
+    place = Place(tmp_path, store)
+    place.publish()
+    theirs = place.checkpoint(changed(state(), seed=50))
+    mine = place.checkpoint(changed(state(), seed=60))
+    store.overtake = lambda: publish_checkpoint(store, theirs)
+    with pytest.raises(ConflictError) as caught:
+        publish_checkpoint(store, mine)
+    assert caught.value.key == keys.version_key(1)
+    assert Log(store).require_head().digest == deltasync.digest(theirs)
+    publish_checkpoint(store, mine)
+    place.check()
+
+
+@pytest.mark.parametrize("what", ["missing", "no weights", "damaged"])
+def test_a_checkpoint_that_cannot_be_read_makes_no_feed(place: Place, what: str) -> None:
+    folder = place.root / "bad"
+    if what != "missing":
+        folder.mkdir()
+    if what == "damaged":
+        (folder / "model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(CorruptError if what == "damaged" else NotFoundError):
+        publish_checkpoint(place.store, folder)
+    assert place.store.took() == []
+
+
+def test_a_store_without_fence(tmp_path: Path) -> None:
+    store = NoFenceStore()
+    place = Place(tmp_path, store)
+    place.publish()
+    place.publish()
+    assert list(store.list(keys.LEASE)) == [], "given back"
+    place.check()
+    with pytest.raises(StoreError):
+        place.publish(require_fencing=True)
+    assert place.log.require_head().version == 1
+
+
+def test_a_lease_is_given_back_after_a_failure(tmp_path: Path) -> None:
+    store = NoFenceStore()
+    place = Place(tmp_path, store)
+    place.publish()
+    with pytest.raises(MismatchError):
+        place.publish({"x": np.zeros(3, np.float32)})
+    assert list(store.list(keys.LEASE)) == []
+
+
+def test_a_lease_is_given_back_if_the_feed_cannot_be_opened(tmp_path: Path) -> None:
+    store = NoFenceStore()
+    place = Place(tmp_path, store)
+    place.publish()
+    store.put(keys.version_key(0), b"{")
+    with pytest.raises(CorruptError):
+        place.publish()
+    assert list(store.list(keys.LEASE)) == []
+
+
+def test_progress(place: Place) -> None:
+    place.publish()
+    phases: dict[str, tuple[int, int]] = {}
+
+    def tell(phase: str, done: int, total: int) -> None:
+        phases[phase] = (done, total)
+
+    publish_checkpoint(place.store, place.checkpoint(changed(state())), anchor=True, progress=tell)
+    assert list(phases) == ["restore", "digest", "encode", "anchor"]
+    assert all(done == total for done, total in phases.values())

@@ -1,0 +1,144 @@
+"""Changes by tensor, and captures that the shadow moved on under."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltasync.blocks import Changed, check_changed, detect, stretches
+from deltasync.format.layout import DTYPES, Layout, TensorSpec
+from deltasync.format.weights import Changes, Weights, index_dtype
+from deltasync.trainer import capture as module
+from deltasync.trainer.capture import bits_at, overwrite_all, rebase, tensors_of
+
+SHAPES = {"a": ("BF16", (7, 9)), "b": ("F32", (5,)), "c": ("BF16", (130,)), "none": ("BF16", (0, 3)), "z": ("I64", ())}
+LAYOUT = Layout.of(TensorSpec(name, DTYPES[dtype], shape) for name, (dtype, shape) in SHAPES.items())
+
+
+@pytest.fixture(autouse=True, scope="module", params=[1 << 18, 5, 1], ids=lambda size: f"windows of {size}")
+def _windows(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_WINDOW", request.param)
+        yield
+
+
+def weights(rng: np.random.Generator, values: int) -> Weights:
+    """Few different values, so that elements often come back to what they were."""
+    return Weights(
+        LAYOUT, tuple(rng.integers(0, values, t.elements).astype(t.dtype.bits_dtype) for t in LAYOUT.tensors)
+    )
+
+
+def differences(old: Weights, new: Weights) -> Changed:
+    """The plain way."""
+    found = {}
+    for spec, a, b in zip(LAYOUT.tensors, old.arrays, new.arrays, strict=True):
+        at = np.flatnonzero(a != b)
+        if len(at):
+            found[spec.name] = at, b[at]
+    return found
+
+
+def copy(of: Weights) -> Weights:
+    return Weights(of.layout, tuple(array.copy() for array in of.arrays))
+
+
+def plain(changed: Changed) -> dict[str, tuple[list[int], list[int]]]:
+    return {name: (indices.tolist(), values.tolist()) for name, (indices, values) in changed.items()}
+
+
+relaxed = settings(deadline=None)
+states = st.tuples(st.integers(0, 2**32), st.integers(1, 5))
+
+
+@relaxed
+@given(states)
+def test_a_rebased_capture_leads_to_the_same_weights(drawn: tuple[int, int]) -> None:
+    seed, values = drawn
+    rng = np.random.default_rng(seed)
+    old, first, second = (weights(rng, values) for _ in range(3))
+    sent, pending = differences(old, first), differences(old, second)
+    shadow = copy(old)
+    before = bits_at(shadow, sent)
+    overwrite_all(shadow, sent)
+    rebased = rebase(pending.items(), sent, before)
+    check_changed(LAYOUT, rebased)
+    # Not one element more or less than the difference: a publication without changes must have none.
+    assert plain(rebased) == plain(differences(first, second))
+    overwrite_all(shadow, rebased)
+    assert all(np.array_equal(a, b) for a, b in zip(shadow.arrays, second.arrays, strict=True))
+
+
+@relaxed
+@given(st.integers(0, 2**32), st.integers(1, 6))
+def test_rebased_again_and_again(seed: int, count: int) -> None:
+    """A publication that waits while several others are committed."""
+    rng = np.random.default_rng(seed)
+    chain = [weights(rng, 3) for _ in range(count + 1)]
+    last = weights(rng, 3)
+    shadow, pending = copy(chain[0]), differences(chain[0], last)
+    for old, new in pairwise(chain):
+        sent = differences(old, new)
+        before = bits_at(shadow, sent)
+        overwrite_all(shadow, sent)
+        pending = rebase(pending.items(), sent, before)
+    assert plain(pending) == plain(differences(chain[-1], last))
+
+
+CASES: dict[str, tuple[Any, Any, Any]] = {
+    # old, sent, pending, as bits of one tensor; the rest is what must come out
+    "sent and the same still": ([1, 1], [1, 2], [1, 2]),
+    "sent and back again": ([1, 1], [1, 2], [1, 1]),
+    "sent and changed further": ([1, 1], [1, 2], [1, 3]),
+    "changed beside what was sent": ([1, 1], [1, 2], [5, 2]),
+    "nothing was sent": ([1, 1], [1, 1], [4, 1]),
+    "all at once": ([0, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 2, 0, 3, 0]),
+}
+
+
+@pytest.mark.parametrize(("old", "sent", "pending"), CASES.values(), ids=CASES.keys())
+def test_rebase_by_hand(old: list[int], sent: list[int], pending: list[int]) -> None:
+    def change(to: list[int]) -> Changed:
+        at = [i for i, (a, b) in enumerate(zip(old, to, strict=True)) if a != b]
+        return {"a": (np.array(at, np.uint32), np.array([to[i] for i in at], np.uint16))} if at else {}
+
+    first = change(sent)
+    before = {"a": (first["a"][0], np.array(old, np.uint16)[first["a"][0]])} if first else {}
+    found = rebase(change(pending).items(), first, before)
+    expected = {i: b for i, (a, b) in enumerate(zip(sent, pending, strict=True)) if a != b}
+    indices, values = found.get("a", (np.empty(0), np.empty(0)))
+    assert dict(zip(indices.tolist(), values.tolist(), strict=True)) == expected
+    assert ("a" in found) == bool(expected)
+
+
+@relaxed
+@given(states, st.integers(1, 200))
+def test_tensors_of_finds_what_the_plain_way_finds(drawn: tuple[int, int], elements: int) -> None:
+    """Pieces cut anywhere: tensors lie across their borders, and several in one piece."""
+    seed, values = drawn
+    rng = np.random.default_rng(seed)
+    old, new = weights(rng, values), weights(rng, values)
+    captured = [changes for piece in stretches(LAYOUT, elements=elements) for changes in detect(old, new, piece)]
+    found = dict(tensors_of(LAYOUT, captured))
+    assert plain(found) == plain(differences(old, new))
+    check_changed(LAYOUT, found)
+
+
+@pytest.mark.parametrize(("elements", "expected"), [(1, "u4"), (1 << 32, "u4"), ((1 << 32) + 1, "u8")])
+def test_indices_are_as_wide_as_needed(elements: int, expected: str) -> None:
+    layout = Layout.of([TensorSpec("a", DTYPES["U8"], (elements,))])
+    assert index_dtype(layout, 0) == np.dtype(expected)
+
+
+def test_indices_beyond_four_bytes() -> None:
+    """A run far into a tensor of more than 2^32 elements, behind another run: no array of that size is needed."""
+    layout = Layout.of([TensorSpec("a", DTYPES["U8"], (10,)), TensorSpec("b", DTYPES["U8"], (1 << 33,))])
+    far = (1 << 32) + 5
+    runs = np.array([[0, 0, 10], [1, far, 20]], np.int64)
+    changes = Changes(runs, np.array([3, 10, 29], np.uint32), np.array([1, 2, 3], np.uint8))
+    found = dict(tensors_of(layout, [changes]))
+    assert plain(found) == {"a": ([3], [1]), "b": ([far, far + 19], [2, 3])}

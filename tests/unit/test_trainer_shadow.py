@@ -1,0 +1,83 @@
+"""The shadow, in memory and in a mapped file."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.feeds import paper
+from support.helpers import changed, state
+
+from deltasync.errors import InvalidInputError
+from deltasync.format.manifest import Manifest
+from deltasync.format.weights import Weights
+from deltasync.trainer.capture import Shadow, capture, copy_into, shadow_weights, tensors_of
+
+HEAD: Manifest = paper("anchor", 3)
+
+
+def equal(a: Weights, b: Weights) -> bool:
+    return a.layout == b.layout and all(np.array_equal(x, y) for x, y in zip(a.arrays, b.arrays, strict=True))
+
+
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["memory", "mapped"])
+def test_advance_gives_the_bits_that_it_replaced(is_mapped: bool, tmp_path: Path) -> None:
+    old, new = Weights.of(state()), Weights.of(changed(state()))
+    weights = shadow_weights(old.layout, tmp_path / "shadow" if is_mapped else None)
+    copy_into(weights, old)
+    shadow = Shadow(weights, None)
+    told: list[object] = []
+    shadow.followers.append(told.append)
+    found = dict(tensors_of(old.layout, capture(weights, new)))
+    before = shadow.advance(found, HEAD)
+    assert equal(weights, new)
+    assert shadow.head is HEAD
+    assert told == [found]
+    for name, (indices, values) in before.items():
+        assert np.array_equal(values, old.arrays[old.layout.ordinals[name]][indices])
+        assert indices is found[name][0]
+
+
+def test_a_mapped_shadow_is_a_safetensors_file(tmp_path: Path) -> None:
+    """All tensors are mapped, also those of odd sizes in front of wide ones, and so all bits are in the file."""
+    path = tmp_path / "shadow.safetensors"
+    wanted = Weights.of(changed({**state(), "a.odd": np.arange(3, dtype=np.uint8), "b.wide": np.arange(3.0)}))
+    copy_into(shadow_weights(wanted.layout, path), wanted)
+    assert equal(shadow_weights(wanted.layout, path), wanted)
+    # Read by somebody else's code. NumPy has no bfloat16 and fp8 for it: the others must do.
+    plain = {n: a for n, a in state().items() if a.dtype.name in ("float32", "uint8", "int64")}
+    other = Weights.of(plain)
+    copy_into(shadow_weights(other.layout, path), other)
+    read = load_file(path)
+    assert read.keys() == plain.keys()
+    assert all(np.array_equal(read[name], array) for name, array in plain.items())
+
+
+FILES = {
+    "of another layout": lambda path: copy_into(shadow_weights(Weights.of({"x": np.ones(9)}).layout, path), X),
+    "empty": lambda path: path.write_bytes(b""),
+    "not safetensors": lambda path: path.write_bytes(b"\xff" * 4096),
+    "cut off": lambda path: path.write_bytes(_whole(path)[:-5]),
+    "missing": lambda path: None,
+}
+X = Weights.of({"x": np.ones(9)})
+
+
+def _whole(path: Path) -> bytes:
+    copy_into(shadow_weights(Weights.of(state()).layout, path), Weights.of(state()))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("spoil", FILES.values(), ids=FILES.keys())
+def test_a_file_of_no_use_is_replaced_by_zeros(spoil: object, tmp_path: Path) -> None:
+    path = tmp_path / "shadow"
+    assert callable(spoil)
+    spoil(path)
+    weights = shadow_weights(Weights.of(state()).layout, path)
+    assert not any(array.any() for array in weights.arrays)
+    assert [item.name for item in tmp_path.iterdir()] == ["shadow"]
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="nowhere is not a folder"):
+        shadow_weights(X.layout, tmp_path / "nowhere" / "shadow")

@@ -14,7 +14,6 @@ from torch import nn
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.weights import Changes, Weights
-from deltasync.replica.mirror import Mirror
 from deltasync.replica.target import Staged
 from deltasync.torch.module import ModuleTarget, _scattering
 from deltasync.torch.tensors import host_bits, layout_of, named_tensors
@@ -95,14 +94,14 @@ def test_every_type_and_any_bits(dtype: str, is_contiguous: bool) -> None:
     # Of a bool only the last bit counts.
     most = 2 if dtype == "BOOL" else 256
     old, one, two = (rng.integers(0, most, spec.nbytes, np.uint8).view(spec.dtype.bits_dtype) for _ in range(3))
-    mirror = Mirror(Weights(Layout.of([spec]), (old,)), None)
+    weights = Weights(Layout.of([spec]), (old,))
     tensor = torch.zeros((30, 20) if is_contiguous else (20, 30), dtype=TORCH_TYPES[dtype])
     tensor = tensor if is_contiguous else tensor.t()
     target = ModuleTarget({"x": tensor})
     feed = Feed.of(1)
 
     def become(changes: tuple[Changes, ...] | None, edges: int) -> None:
-        staged = Staged(feed.log.read(0), changes, None if changes is None else 0, mirror, dict, edges)
+        staged = Staged(feed.log.read(0), changes, None if changes is None else 0, weights, None, dict, edges)
         target.stage(staged)
         target.commit(staged)
 
@@ -191,7 +190,7 @@ def test_another_model_is_refused(tensors: dict[str, torch.Tensor], told: str) -
 def test_a_commit_without_a_stage() -> None:
     feed = Feed.of(1)
     target = ModuleTarget({"x": torch.zeros(3)})
-    staged = Staged(feed.log.read(0), (), 0, Mirror(feed.states[0], None), dict)
+    staged = Staged(feed.log.read(0), (), 0, feed.states[0], None, dict)
     with pytest.raises(InvalidInputError, match="not staged"):
         target.commit(staged)
 

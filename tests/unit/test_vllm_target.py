@@ -12,7 +12,6 @@ from support.replicas import follower
 
 from deltasync.errors import EngineError, MismatchError
 from deltasync.replica.follower import Follower
-from deltasync.replica.mirror import Mirror
 from deltasync.replica.target import Damage, Staged
 from deltasync.vllm.target import VllmTarget
 
@@ -339,9 +338,8 @@ def test_a_stage_before_the_layout_was_shown(tmp_path: Path) -> None:
     states = versions(1)
     engine, feed = FakeEngine(states), feed_of(states)
     target = engine.target = VllmTarget(engine, folder=tmp_path)
-    mirror = Mirror(feed.states[0], tmp_path / "mirror")
     with pytest.raises(EngineError, match="was not shown"):
-        target.stage(Staged(feed.log.read(0), (), 0, mirror, dict))
+        target.stage(Staged(feed.log.read(0), (), 0, feed.states[0], tmp_path / "mirror", dict))
     assert engine.calls == []
 
 

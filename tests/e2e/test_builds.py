@@ -15,7 +15,7 @@ SIMDE = Path("/usr/include/simde/x86/avx512.h")
 
 ONE_ROUND_TRIP_TWICE = """
 import numpy as np, deltasync
-from deltasync.kernels.dispatch import available
+from deltasync.kernels import available
 old = {"w": np.linspace(-1, 1, 1000, dtype=np.float32)}
 new = {"w": np.nextafter(old["w"], np.float32(2))}
 for _ in range(2):

@@ -2,43 +2,28 @@
 
 #include <algorithm>
 #include <array>
-#include <memory>
 
 #include "classes.hpp"
 #include "detect.hpp"
 #include "digest.hpp"
 #include "planes.hpp"
+#include "scratch.hpp"
 #include "sequence.hpp"
 #include "steps.hpp"
+#include "width.hpp"
 
 namespace deltasync {
 namespace {
 
-constexpr u64 kStepBitsWide = 6;
-
-template <class T>
-std::unique_ptr<T[]> room(u64 count) {
-    return std::make_unique_for_overwrite<T[]>(count);
-}
-
-template <class Call>
-auto by_width(const Kind& kind, Call&& call) {
-    switch (kind.width) {
-        case 1: return call(u8{});
-        case 2: return call(u16{});
-        case 4: return call(u32{});
-        default: return call(u64{});
-    }
-}
-
-// Calls visit(run, offset in run, i) for each position, in order.
-template <class Visit>
-void visit(const Runs& runs, std::span<const u32> positions, Visit&& each_run) {
+// Calls each_run(run, begin, first, last) for each run that has positions: it begins at position `begin` and has those
+// numbered from `first` to `last`.
+template <class AnyRun, class EachRun>
+void visit(std::span<const AnyRun> runs, std::span<const u32> positions, EachRun&& each_run) {
     u64 begin = 0, i = 0;
-    for (u64 r = 0; r < runs.size && i < positions.size(); ++r) {
-        u64 end = begin + runs.data[r].count, first = i;
+    for (u64 r = 0; r < runs.size() && i < positions.size(); ++r) {
+        u64 end = begin + runs[r].count, first = i;
         while (i < positions.size() && positions[i] < end) ++i;
-        if (i > first) each_run(runs.data[r], begin, first, i);
+        if (i > first) each_run(runs[r], begin, first, i);
         begin = end;
     }
 }
@@ -46,7 +31,7 @@ void visit(const Runs& runs, std::span<const u32> positions, Visit&& each_run) {
 template <class U>
 Lanes weigh(const Runs& runs, std::span<const u32> positions, const U* before, const U* after) {
     Lanes lanes;
-    visit(runs, positions, [&](const Run& run, u64 begin, u64 first, u64 last) {
+    visit(runs.span(), positions, [&](const Run& run, u64 begin, u64 first, u64 last) {
         RunWeigher weigher(run, lanes);
         for (u64 i = first; i < last; ++i) weigher.add(positions[i] - begin, before[i], after[i]);
     });
@@ -55,7 +40,7 @@ Lanes weigh(const Runs& runs, std::span<const u32> positions, const U* before, c
 
 template <class U>
 void gather(const Runs& runs, std::span<const u32> positions, U* out) {
-    visit(runs, positions, [&](const Run& run, u64 begin, u64 first, u64 last) {
+    visit(runs.span(), positions, [&](const Run& run, u64 begin, u64 first, u64 last) {
         const U* p = reinterpret_cast<const U*>(run.bits);
         for (u64 i = first; i < last; ++i) out[i] = p[positions[i] - begin];
     });
@@ -75,10 +60,10 @@ struct Ranking {
 template <bool Float, class U>
 struct ByClass {
     std::array<u64, kClassesMax> counts{};
-    std::unique_ptr<u32[]> gaps;
-    std::unique_ptr<U[]> steps;
+    Scratch<u32> gaps;
+    Scratch<U> steps;
 
-    ByClass(const Ranking<U>& changes, int classes) : gaps(room<u32>(changes.count)), steps(room<U>(changes.count)) {
+    ByClass(const Ranking<U>& changes, int classes) : gaps(changes.count), steps(changes.count) {
         const auto& [rank, member, before, after, n] = changes;
         for (u64 i = 0; i < n; ++i) ++counts[member[i]];
         std::array<u64, kClassesMax> at{};
@@ -96,11 +81,11 @@ struct ByClass {
 };
 
 template <bool Float, class U>
-Encoded encode(const Kind& kind, const Classes& classes, const Ranking<U>& changes, const Lanes& gained) {
+Encoded encode(const Kind& kind, const Classes& classes, const Ranking<U>& changes, const Lanes& digest_delta) {
     u64 n = changes.count;
     ByClass<Float, U> lists(changes, classes.count);
     std::span<const u64> counts(lists.counts.data(), static_cast<std::size_t>(classes.count));
-    Encoded result{false, {}, gained};
+    Encoded result{false, {}, digest_delta};
     Bytes& out = result.data;
     out.push_back(static_cast<u8>(classes.count));
     for (int c = 1; c < classes.count; ++c) out.push_back(static_cast<u8>(classes.bounds[c - 1] + 1));
@@ -112,7 +97,7 @@ Encoded encode(const Kind& kind, const Classes& classes, const Ranking<U>& chang
     // Steps this long are not small moves of old values; the new values by themselves may be shorter.
     if (8 * step_bytes > kStepBitsWide * n) {
         Bytes planes;
-        Run all{const_cast<u8*>(reinterpret_cast<const u8*>(changes.after)), n, {0, 0}, 0};
+        Run all{reinterpret_cast<const u8*>(changes.after), n, {0, 0}, 0};
         encode_planes(planes, kind, {&all, 1, n});
         if (planes.size() < step_bytes) {
             result.absolute = true;
@@ -127,37 +112,20 @@ template <bool Float, class U>
 Encoded encode(const Isa& isa, const Kind& kind, const Runs& runs, std::span<const u32> positions, const U* values) {
     u64 n = positions.size();
     Classes classes = choose_classes(kind, runs, positions, values);
-    auto before = room<U>(n);
-    auto member = std::make_unique<u8[]>(n);
+    Scratch<U> before(n);
+    Scratch<u8> member(n);
     if (classes.count == 1) {
+        std::fill_n(member.get(), n, u8{0});
         gather(runs, positions, before.get());
         // With one class the rank is the position.
         return encode<Float, U>(kind, classes, {positions.data(), member.get(), before.get(), values, n},
                                 weigh(runs, positions, before.get(), values));
     }
-    auto rank = room<u32>(n);
-    Lanes gained =
+    Scratch<u32> rank(n);
+    Lanes digest_delta =
         isa.rank(kind, runs, classes, {positions.data(), values, n}, {rank.get(), member.get(), before.get()});
-    return encode<Float, U>(kind, classes, {rank.get(), member.get(), before.get(), values, n}, gained);
+    return encode<Float, U>(kind, classes, {rank.get(), member.get(), before.get(), values, n}, digest_delta);
 }
-
-// Changes as Isa::find lists them, with room for as many as there may be.
-class Found {
-public:
-    std::unique_ptr<u32[]> position, rank;
-    std::unique_ptr<u8[]> member, value, before;
-
-    void reserve(u64 count, u64 width) {
-        if (count * width <= room_) return;
-        room_ = count * width;
-        for (auto* list : {&position, &rank}) *list = room<u32>(count);
-        member = room<u8>(count);
-        for (auto* list : {&value, &before}) *list = room<u8>(count * width);
-    }
-
-private:
-    u64 room_ = 0;
-};
 
 // How far a pass came.
 struct Pass {
@@ -167,9 +135,14 @@ struct Pass {
 };
 
 Pass find(const Isa& isa, const Kind& kind, const Runs& before, const Runs& after, const Classes& classes, u64 start,
-          u64 cell, u64 enough, Found& out) {
+          u64 cell, u64 enough, ChangeLists& out) {
     u64 width = static_cast<u64>(kind.width), all = before.elements;
-    out.reserve(std::min(all, std::min(enough, all) + std::min(cell, all)) + kSlack, width);
+    u64 most = std::min(all, std::min(enough, all) + std::min(cell, all)) + kSlack;
+    out.position.reserve(most);
+    out.rank.reserve(most);
+    out.member.reserve(most);
+    out.value.reserve(most * width);
+    out.before.reserve(most * width);
     Pass pass{0, start, {}};
     while (pass.stop < all && pass.changed < enough) {
         u64 end = pass.stop + std::min(cell, all - pass.stop), n = pass.changed;
@@ -237,24 +210,23 @@ Decoded decode(const Isa& isa, const Kind& kind, const Runs& runs, std::span<con
     for (int c = classes.count; c < kClassesMax; ++c) first[c] = n;
     if (n > runs.elements) throw Corrupt{"changes.count", "more changes than elements"};
     std::span<const u64> counts(count.data(), static_cast<std::size_t>(classes.count));
-    auto ranks = room<u32>(n);
+    Scratch<u32> ranks(n);
     decode_buckets(in, counts, kBlockElementsLog2, std::span<u32>(ranks.get(), n));
     Decoded out;
     out.values.resize((n + kSlack) * sizeof(U));
     U* values = reinterpret_cast<U*>(out.values.data());
-    std::unique_ptr<U[]> steps;
+    Scratch<U> steps;
     if (absolute) {
         decode_planes(in, kind, n, values);
     } else {
-        steps = room<U>(n);
-        decode_buckets(in, counts, 8 * kind.width, std::span<U>(steps.get(), n));
+        decode_buckets(in, counts, 8 * kind.width, std::span<U>(steps.reserve(n), n));
     }
     in.require_end();
 
     // All bytes are read; now find the elements that they speak of.
     accumulate(counts, runs.elements, ranks.get());
     out.positions.resize(n + kSlack);
-    auto before = room<U>(n + kSlack);
+    Scratch<U> before(n + kSlack);
     if (classes.count == 1) {
         std::copy(ranks.get(), ranks.get() + n, out.positions.begin());
         gather(runs, std::span<const u32>(out.positions).first(n), before.get());
@@ -264,12 +236,13 @@ Decoded decode(const Isa& isa, const Kind& kind, const Runs& runs, std::span<con
         Selected selected{out.positions.data(), absolute ? before.get() : values};
         isa.select(kind, runs, classes, {ranks.get(), steps.get(), first.data(), count.data()}, selected);
         if (selected.count != n) throw Corrupt{"changes.rank", "a rank is past the last element of its class"};
-        out.gained = selected.gained;
+        out.digest_delta = selected.digest_delta;
     }
     out.positions.resize(n);
     out.values.resize(n * sizeof(U));
     if (classes.count == 1 || absolute)
-        out.gained = weigh(runs, std::span<const u32>(out.positions), before.get(), static_cast<const U*>(values));
+        out.digest_delta =
+            weigh(runs, std::span<const u32>(out.positions), before.get(), static_cast<const U*>(values));
     return out;
 }
 
@@ -302,8 +275,7 @@ Difference encode_difference(const Isa& isa, const Kind& kind, const Runs& befor
         Detected found = detect(isa, kind, before, after, start, cell, enough);
         return encode_found(isa, kind, before, start, found.stop, found.positions, found.values.data());
     }
-    // Room for the worst case is kept from call to call; only what is written takes memory.
-    thread_local Found found;
+    ChangeLists& found = thread_lists();
     Pass pass = find(isa, kind, before, after, *classes, start, cell, enough, found);
     if (pass.stop < before.elements || !chosen_by_sample(elements, pass.changed))
         return encode_found(isa, kind, before, start, pass.stop, {found.position.get(), pass.changed},
@@ -311,7 +283,7 @@ Difference encode_difference(const Isa& isa, const Kind& kind, const Runs& befor
     return by_width(kind, [&]<class U>(U) -> Difference {
         Ranking<U> ranking{found.rank.get(), found.member.get(), reinterpret_cast<const U*>(found.before.get()),
                            reinterpret_cast<const U*>(found.value.get()), pass.changed};
-        return {pass.changed, pass.stop, encode<true>(kind, *classes, ranking, pass.standing.gained)};
+        return {pass.changed, pass.stop, encode<true>(kind, *classes, ranking, pass.standing.digest_delta)};
     });
 }
 
@@ -325,17 +297,20 @@ Decoded decode_changes(const Isa& isa, const Kind& kind, const Runs& before, std
 Lanes digest_change(const Kind& kind, const Runs& before, std::span<const u32> positions, const void* values) {
     check_positions(positions, before.elements);
     return by_width(kind, [&]<class U>(U) {
-        auto old = room<U>(positions.size());
+        Scratch<U> old(positions.size());
         gather(before, positions, old.get());
         return weigh(before, positions, old.get(), static_cast<const U*>(values));
     });
 }
 
-void overwrite(const Kind& kind, const Runs& target, std::span<const u32> positions, const void* values) {
-    check_positions(positions, target.elements);
+void overwrite(const Kind& kind, std::span<const WritableRun> target, std::span<const u32> positions,
+               const void* values) {
+    u64 elements = 0;
+    for (const WritableRun& run : target) elements += run.count;
+    check_positions(positions, elements);
     by_width(kind, [&]<class U>(U) {
         const U* from = static_cast<const U*>(values);
-        visit(target, positions, [&](const Run& run, u64 begin, u64 first, u64 last) {
+        visit(target, positions, [&](const WritableRun& run, u64 begin, u64 first, u64 last) {
             U* p = reinterpret_cast<U*>(run.bits);
             for (u64 i = first; i < last; ++i) p[positions[i] - begin] = from[i];
         });

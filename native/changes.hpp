@@ -10,13 +10,13 @@ namespace deltasync {
 struct Encoded {
     bool absolute = false;
     Bytes data;
-    Lanes gained;
+    Lanes digest_delta;
 };
 
 struct Decoded {
     std::vector<u32> positions;
     Bytes values;
-    Lanes gained;
+    Lanes digest_delta;
 };
 
 // The block that begins at `start`: how many elements changed, where it ends, and, if there are any, its bytes.
@@ -32,9 +32,9 @@ Difference encode_difference(const Isa&, const Kind&, const Runs& before, const 
                              u64 enough);
 Decoded decode_changes(const Isa&, const Kind&, const Runs& before, std::span<const u8> data, bool absolute);
 
-// What the digest gains when `values` overwrite `before` at `positions`.
+// By how much the digest changes when `values` overwrite `before` at `positions`.
 Lanes digest_change(const Kind&, const Runs& before, std::span<const u32> positions, const void* values);
-void overwrite(const Kind&, const Runs& target, std::span<const u32> positions, const void* values);
+void overwrite(const Kind&, std::span<const WritableRun> target, std::span<const u32> positions, const void* values);
 void check_positions(std::span<const u32> positions, u64 elements);
 
 }  // namespace deltasync

@@ -3,19 +3,14 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <memory>
 
+#include "scratch.hpp"
 #include "sequence.hpp"
 #include "steps.hpp"
+#include "width.hpp"
 
 namespace deltasync {
 namespace {
-
-constexpr int kClassesWanted = 10;
-constexpr i64 kClassCost = i64{320} << 12;
-constexpr u64 kElementsAllBelow = u64{1} << 19, kChangesAllBelow = u64{1} << 15;
-// Not a power of two, so that the sample does not always fall on the same columns of a matrix.
-constexpr u64 kSampleRun = 256, kSampleScale = 124, kSamplePeriod = kSampleRun * kSampleScale;
 
 // floor(2^24 * log2(1 + i/256)) by repeated squaring: integers only, the same on every machine.
 constexpr std::array<u64, 257> make_log2_table() {
@@ -97,13 +92,6 @@ Runs view(const std::vector<Run>& runs) {
     return {runs.data(), runs.size(), elements};
 }
 
-template <class Call>
-void by_width(const Kind& kind, Call&& call) {
-    if (kind.width == 1) return call(u8{});
-    if (kind.width == 2) return call(u16{});
-    call(u32{});
-}
-
 template <class U>
 void count_elements(const Kind& kind, const Runs& runs, u64 weight, std::vector<Group>& groups) {
     // Neighbours often share an exponent: four histograms keep one count from waiting for the last.
@@ -145,13 +133,13 @@ public:
     void add_elements(const Runs& runs) {
         bool all = runs.elements < kElementsAllBelow;
         std::vector<Run> part = all ? std::vector<Run>{} : sample(kind_, runs);
-        by_width(kind_, [&]<class U>(U) {
+        by_float_width(kind_, [&]<class U>(U) {
             count_elements<U>(kind_, all ? runs : view(part), all ? 1 : kSampleScale, groups_);
         });
     }
 
     void add_changes(const Runs& runs, std::span<const u32> positions, const void* values, u64 weight) {
-        by_width(kind_, [&]<class U>(U) {
+        by_float_width(kind_, [&]<class U>(U) {
             count_changes(kind_, runs, positions, static_cast<const U*>(values), weight, groups_);
         });
     }
@@ -216,7 +204,7 @@ Classes join(const std::vector<Group>& groups) {
             i64 growth = list[i].cost_with_next - list[i].cost - list[i + 1].cost;
             if (growth < least) least = growth, best = i;
         }
-        if (list.size() <= kClassesWanted && least > kClassCost) break;
+        if (list.size() <= kClassesWanted && least > kClassCostBits << 12) break;
         list[best].group = list[best].with_next;
         list[best].cost = list[best].cost_with_next;
         list.erase(list.begin() + static_cast<std::ptrdiff_t>(best) + 1);
@@ -246,7 +234,7 @@ Classes choose_classes(const Kind& kind, const Runs& runs, std::span<const u32> 
     Census census(kind);
     census.add_elements(runs);
     if (chosen_by_sample(runs.elements, positions.size())) {
-        by_width(kind, [&]<class U>(U) {
+        by_float_width(kind, [&]<class U>(U) {
             Sampled<U> part(positions, static_cast<const U*>(values));
             census.add_changes(runs, part.positions, part.values.data(), kSampleScale);
         });
@@ -261,15 +249,15 @@ std::optional<Classes> choose_early(const Isa& isa, const Kind& kind, const Runs
     if (!kind.is_float() || before.elements < kElementsAllBelow) return {};
     std::vector<Run> old = sample(kind, before), fresh = sample(kind, after);
     u64 room = view(old).elements + kSlack;
-    auto positions = std::make_unique_for_overwrite<u32[]>(room);
-    auto values = std::make_unique_for_overwrite<u8[]>(room * static_cast<u64>(kind.width));
-    u64 found = isa.detect(kind.width, view(old), view(fresh), positions.get(), values.get());
+    u32* positions = thread_lists().position.reserve(room);
+    u8* values = thread_lists().value.reserve(room * static_cast<u64>(kind.width));
+    u64 found = isa.detect(kind, view(old), view(fresh), positions, values);
     // A quarter more than the least: the sample may have more changes than its share.
     u64 likely = found * kSampleScale;
     if (likely < kChangesAllBelow + kChangesAllBelow / 4 || likely >= enough) return {};
     Census census(kind);
     census.add_elements(before);
-    census.add_changes(view(old), {positions.get(), found}, values.get(), kSampleScale);
+    census.add_changes(view(old), {positions, found}, values, kSampleScale);
     return join(census.groups());
 }
 

@@ -1,7 +1,8 @@
 #include "detect.hpp"
 
 #include <algorithm>
-#include <memory>
+
+#include "scratch.hpp"
 
 namespace deltasync {
 
@@ -23,34 +24,14 @@ std::vector<Run> slice(const Kind& kind, const Runs& runs, u64 begin, u64 end) {
 
 namespace {
 
-// Memory that is not filled: pages that nothing is written to are never there.
-template <class T>
-class Room {
-public:
-    T* of(u64 size) {
-        if (size > size_) {
-            data_.reset(new T[size]);
-            size_ = size;
-        }
-        return data_.get();
-    }
-
-private:
-    std::unique_ptr<T[]> data_;
-    u64 size_ = 0;
-};
-
 // Cell by cell: `find` lists what changed in one of them.
 template <class Find>
 Detected by_cells(const Kind& kind, const Kind& fresh_kind, const Runs& before, const Runs& after, u64 start, u64 cell,
                   u64 enough, Find&& find) {
-    // Room for the worst case is kept from call to call: fresh pages would cost more than the comparison.
-    thread_local Room<u32> position_room;
-    thread_local Room<u8> value_room;
     u64 width = static_cast<u64>(kind.width), left = before.elements - start, found = 0, at = start;
     u64 most = (cell < left && enough < left - cell ? enough + cell : left) + kSlack;
-    u32* positions = position_room.of(most);
-    u8* values = value_room.of(most * width);
+    u32* positions = thread_lists().position.reserve(most);
+    u8* values = thread_lists().value.reserve(most * width);
     while (at < before.elements && found < enough) {
         u64 end = std::min(at + cell, before.elements);
         std::vector<Run> old = slice(kind, before, at, end), fresh = slice(fresh_kind, after, at, end);
@@ -69,7 +50,7 @@ Detected detect(const Isa& isa, const Kind& kind, const Runs& before, const Runs
                 u64 enough) {
     return by_cells(kind, kind, before, after, start, cell, enough,
                     [&](const Runs& old, const Runs& fresh, u32* positions, u8* values) {
-                        return isa.detect(kind.width, old, fresh, positions, values);
+                        return isa.detect(kind, old, fresh, positions, values);
                     });
 }
 

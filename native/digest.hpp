@@ -3,11 +3,10 @@
 
 #include <array>
 
+#include "constants.hpp"
 #include "types.hpp"
 
 namespace deltasync {
-
-constexpr u64 kColumns = 1024;
 
 // Always inlined: files that are compiled for different instruction sets use these, and must not share a copy.
 [[gnu::always_inline]] constexpr inline u64 mix(u64 x) {

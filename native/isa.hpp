@@ -1,6 +1,7 @@
 // The loops that touch every element, one set for each instruction set, chosen at run time.
 #pragma once
 
+#include "constants.hpp"
 #include "types.hpp"
 
 namespace deltasync {
@@ -36,10 +37,11 @@ struct Ranked {
     void* before;
 };
 
-// Between runs that are ranked one after the other: the members of each class so far, and what the digest gained.
+// Between runs that are ranked one after the other: the members of each class so far, and by how much the digest
+// changed.
 struct Standing {
     u32 passed[kClassesMax] = {};
-    Lanes gained = {};
+    Lanes digest_delta = {};
 };
 
 // Changes by class: `first[c]` is where class c begins in `rank`, which ascends inside each class, and in `step`.
@@ -56,7 +58,7 @@ struct Selected {
     u32* position;
     void* value;
     u64 count = 0;
-    Lanes gained = {};
+    Lanes digest_delta = {};
 };
 
 // Loops write without looking whether there is something to write, and so a few places too far.
@@ -66,7 +68,7 @@ struct Isa {
     const char* name;
     // Positions whose bits differ, and their new bits; gives how many. The outputs have room for all elements and
     // kSlack more.
-    u64 (*detect)(int width, const Runs& before, const Runs& after, u32* positions, void* values);
+    u64 (*detect)(const Kind&, const Runs& before, const Runs& after, u32* positions, void* values);
     // The same for bfloat16 elements and float32 ones that are rounded to them, to nearest, ties to even. A NaN becomes
     // `nan`, whatever its payload.
     u64 (*detect_rounded)(const Runs& before, const Runs& after, u16 nan, u32* positions, u16* values);
@@ -77,7 +79,7 @@ struct Isa {
                 const Ranked&, Standing&);
     // The inverse of rank. Finds fewer than wanted if a rank is past its class.
     void (*select)(const Kind&, const Runs&, const Classes&, const Wanted&, Selected&);
-    Lanes (*digest)(int width, const Runs&);
+    Lanes (*digest)(const Kind&, const Runs&);
 };
 
 // Null where this build or this machine lacks the instructions.

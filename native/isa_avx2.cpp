@@ -11,6 +11,9 @@ namespace deltasync {
 namespace {
 
 struct Avx2 {
+    using Vector = __m256i;
+    static constexpr u64 kNumbers = 4;
+
     // Bytes compare as signed numbers only: both sides are shifted by 128.
     struct Bounds {
         __m256i shifted[kClassesMax];
@@ -160,15 +163,22 @@ struct Avx2 {
         u64 counts_[kWords] = {};
     };
 
-    // Members have an exponent field, in place, from `low` to `low + span`.
+    static __m256i fill(u8 x) { return _mm256_set1_epi8(static_cast<char>(x)); }
+    static __m256i fill(u16 x) { return _mm256_set1_epi16(static_cast<short>(x)); }
+    static __m256i fill(u32 x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+
     struct Member {
         __m256i keep, low, span;
 
         Member() = default;
-        Member(const Kind& kind, const Classes& classes, int c)
-            : keep(fill(kind, kind.exponent_mask)),
-              low(fill(kind, classes.lowest(c))),
-              span(fill(kind, classes.highest(c, kind) - classes.lowest(c))) {}
+        Member(const Kind& kind, const Classes& classes, int c) {
+            MemberFields fields(kind, classes, c);
+            by_float_width(kind, [&]<class U>(U) {
+                keep = fill(static_cast<U>(fields.keep));
+                low = fill(static_cast<U>(fields.low));
+                span = fill(static_cast<U>(fields.span));
+            });
+        }
 
         u64 mask(const u8* p) const {
             __m256i beyond[2];
@@ -197,36 +207,11 @@ struct Avx2 {
         }
 
     private:
-        static __m256i fill(const Kind& kind, u32 exponent) {
-            int field = static_cast<int>(exponent << kind.exponent_shift);
-            if (kind.width == 1) return _mm256_set1_epi8(static_cast<char>(field));
-            if (kind.width == 2) return _mm256_set1_epi16(static_cast<short>(field));
-            return _mm256_set1_epi32(field);
-        }
-
         static u64 zeros(__m256i low, __m256i high) {
             __m256i zero = _mm256_setzero_si256();
             return mask64(_mm256_cmpeq_epi8(low, zero), _mm256_cmpeq_epi8(high, zero));
         }
     };
-
-    static void transpose(const u16* from, int from_stride, u16* to, u64 to_stride) {
-        __m128i a[8], b[8];
-        for (int i = 0; i < 8; ++i) a[i] = _mm_load_si128(reinterpret_cast<const __m128i*>(from + i * from_stride));
-        for (int i = 0; i < 4; ++i) {
-            b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
-            b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
-        }
-        for (int i = 0; i < 4; ++i) {
-            a[2 * i] = _mm_unpacklo_epi16(b[i], b[i + 4]);
-            a[2 * i + 1] = _mm_unpackhi_epi16(b[i], b[i + 4]);
-        }
-        for (int i = 0; i < 4; ++i) {
-            b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
-            b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
-        }
-        for (u64 i = 0; i < 8; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(to + i * to_stride), b[i]);
-    }
 
     static u64 group_of(const u16* first, u32 r) {
         __m256i bound = _mm256_set1_epi16(static_cast<short>(r)), above[4];
@@ -235,10 +220,6 @@ struct Avx2 {
         u64 mask = mask64(_mm256_packs_epi16(above[0], above[1]), _mm256_packs_epi16(above[2], above[3]));
         return static_cast<u64>(63 - ones(mask));
     }
-
-    static u32 place(u64 mask) { return static_cast<u32>(_tzcnt_u64(mask)) & 63; }
-
-    static u32 select(u64 mask, u32 rank) { return static_cast<u32>(_tzcnt_u64(_pdep_u64(u64{1} << rank, mask))); }
 
     static __m256i widen(const u8* p) {
         u32 four;
@@ -252,28 +233,15 @@ struct Avx2 {
         return _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }
 
-    static u64 sum(__m256i v) {
-        alignas(32) u64 part[4];
-        _mm256_store_si256(reinterpret_cast<__m256i*>(part), v);
-        return part[0] + part[1] + part[2] + part[3];
-    }
+    static __m256i zero() { return _mm256_setzero_si256(); }
+    static __m256i add(__m256i a, __m256i b) { return _mm256_add_epi64(a, b); }
+    static __m256i multiply(__m256i a, __m256i b) { return _mm256_mul_epu32(a, b); }
+    static __m256i upper(__m256i v) { return _mm256_srli_epi64(v, 32); }
+    static void store(u64* to, __m256i v) { _mm256_store_si256(reinterpret_cast<__m256i*>(to), v); }
 
-    // Keys have 64 bits and elements at most 32: multiply the halves of the key, join the sums at the end.
     template <class U>
     static void weigh(const U* p, u64 n, u64 column, u64 sums[2]) {
-        __m256i low[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-        __m256i high[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-        u64 i = 0;
-        for (; i + 4 <= n; i += 4) {
-            __m256i bits = widen(p + i);
-            for (int lane = 0; lane < 2; ++lane) {
-                __m256i key = load(&kColumnKeys[static_cast<std::size_t>(lane)][column + i]);
-                low[lane] = _mm256_add_epi64(low[lane], _mm256_mul_epu32(bits, key));
-                high[lane] = _mm256_add_epi64(high[lane], _mm256_mul_epu32(bits, _mm256_srli_epi64(key, 32)));
-            }
-        }
-        for (int lane = 0; lane < 2; ++lane) sums[lane] = sum(low[lane]) + (sum(high[lane]) << 32);
-        weigh_plainly(p, i, n, column, sums);
+        weigh_vectors<Avx2>(p, n, column, sums);
     }
 };
 

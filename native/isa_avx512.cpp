@@ -19,6 +19,9 @@ namespace deltasync {
 namespace {
 
 struct Avx512 {
+    using Vector = __m512i;
+    static constexpr u64 kNumbers = 8;
+
     struct Bounds {
         __m512i byte[kClassesMax];
         explicit Bounds(const Classes& classes) {
@@ -69,66 +72,63 @@ struct Avx512 {
         }
     }
 
-    // The exponents of 64 elements as bytes.
-    static __m512i exponents(const u8* p, __m128i shift, u32 mask) {
-        return _mm512_and_si512(_mm512_srl_epi16(load(p), shift), _mm512_set1_epi8(static_cast<char>(mask)));
-    }
+    static __m512i join(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
 
-    static __m512i exponents(const u16* p, __m128i shift, u32 mask) {
-        __m512i keep = _mm512_set1_epi16(static_cast<short>(mask));
-        __m256i low = _mm512_cvtepi16_epi8(_mm512_and_si512(_mm512_srl_epi16(load(p), shift), keep));
-        __m256i high = _mm512_cvtepi16_epi8(_mm512_and_si512(_mm512_srl_epi16(load(p + 32), shift), keep));
-        return join(low, high);
-    }
-
-    static __m512i exponents(const u32* p, __m128i shift, u32 mask) {
-        __m512i keep = _mm512_set1_epi32(static_cast<int>(mask)), part[4];
-        for (int i = 0; i < 4; ++i) part[i] = _mm512_and_si512(_mm512_srl_epi32(load(p + 16 * i), shift), keep);
-        __m512i packed =
-            _mm512_packus_epi16(_mm512_packs_epi32(part[0], part[1]), _mm512_packs_epi32(part[2], part[3]));
-        // Packing works on 128-bit quarters; this puts their quarters back in order.
-        const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-        return _mm512_permutexvar_epi32(order, packed);
-    }
-
-    template <int K>
-    class Tally {
+    // The exponents of 64 elements as bytes. Always inlined: GCC 12 warns about its own headers where they are not.
+    class Exponents {
     public:
-        static constexpr u64 kGroups = 1;
+        explicit Exponents(const Kind& kind)
+            : shift_(_mm_cvtsi32_si128(kind.exponent_shift)), mask_(kind.exponent_mask) {}
 
-        Tally(const Kind& kind, const Bounds& bounds)
-            : shift_(_mm_cvtsi32_si128(kind.exponent_shift)), mask_(kind.exponent_mask), bounds_(bounds) {}
-
-        template <class U>
-        void add(const U* p, u16* before, int) {
-            store(before);
-            __m512i bytes = Avx512::exponents(p, shift_, mask_);
-            int above = 64;
-            for (int c = 0; c < K; ++c) {
-                int next = c < K - 1 ? ones(_mm512_cmpgt_epu8_mask(bytes, bounds_.byte[c])) : 0;
-                counts_[c] = static_cast<u16>(counts_[c] + above - next);
-                above = next;
-            }
+        [[gnu::always_inline]] __m512i of(const u8* p) const {
+            return _mm512_and_si512(_mm512_srl_epi16(load(p), shift_), fill(static_cast<u8>(mask_)));
         }
 
-        void store(u16* counts) const { std::memcpy(counts, counts_, sizeof(counts_)); }
+        [[gnu::always_inline]] __m512i of(const u16* p) const {
+            __m512i keep = fill(static_cast<u16>(mask_));
+            __m256i low = _mm512_cvtepi16_epi8(_mm512_and_si512(_mm512_srl_epi16(load(p), shift_), keep));
+            __m256i high = _mm512_cvtepi16_epi8(_mm512_and_si512(_mm512_srl_epi16(load(p + 32), shift_), keep));
+            return join(low, high);
+        }
+
+        [[gnu::always_inline]] __m512i of(const u32* p) const {
+            __m512i keep = fill(mask_), quarter[4];
+            for (int i = 0; i < 4; ++i) quarter[i] = _mm512_and_si512(_mm512_srl_epi32(load(p + 16 * i), shift_), keep);
+            __m512i packed = _mm512_packus_epi16(_mm512_packs_epi32(quarter[0], quarter[1]),
+                                                 _mm512_packs_epi32(quarter[2], quarter[3]));
+            // Packing works on 128-bit lanes; this puts their quarters back in order.
+            const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+            return _mm512_permutexvar_epi32(order, packed);
+        }
 
     private:
         __m128i shift_;
         u32 mask_;
-        const Bounds& bounds_;
-        u16 counts_[(K + 7) / 8 * 8] = {};
     };
 
-    // Members have an exponent field, in place, from `low` to `low + span`.
+    static int exceeding(__m512i exponents, const Bounds& bounds, int t) {
+        return ones(_mm512_cmpgt_epu8_mask(exponents, bounds.byte[t]));
+    }
+
+    template <int K>
+    using Tally = GroupTally<Avx512, K>;
+
+    static __m512i fill(u8 x) { return _mm512_set1_epi8(static_cast<char>(x)); }
+    static __m512i fill(u16 x) { return _mm512_set1_epi16(static_cast<short>(x)); }
+    static __m512i fill(u32 x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+
     struct Member {
         __m512i keep, low, span;
 
         Member() = default;
-        Member(const Kind& kind, const Classes& classes, int c)
-            : keep(fill(kind, kind.exponent_mask)),
-              low(fill(kind, classes.lowest(c))),
-              span(fill(kind, classes.highest(c, kind) - classes.lowest(c))) {}
+        Member(const Kind& kind, const Classes& classes, int c) {
+            MemberFields fields(kind, classes, c);
+            by_float_width(kind, [&]<class U>(U) {
+                keep = fill(static_cast<U>(fields.keep));
+                low = fill(static_cast<U>(fields.low));
+                span = fill(static_cast<U>(fields.span));
+            });
+        }
 
         u64 mask(const u8* p) const {
             return _mm512_cmple_epu8_mask(_mm512_sub_epi8(_mm512_and_si512(load(p), keep), low), span);
@@ -151,33 +151,7 @@ struct Avx512 {
             }
             return bits;
         }
-
-    private:
-        static __m512i fill(const Kind& kind, u32 exponent) {
-            int field = static_cast<int>(exponent << kind.exponent_shift);
-            if (kind.width == 1) return _mm512_set1_epi8(static_cast<char>(field));
-            if (kind.width == 2) return _mm512_set1_epi16(static_cast<short>(field));
-            return _mm512_set1_epi32(field);
-        }
     };
-
-    static void transpose(const u16* from, int from_stride, u16* to, u64 to_stride) {
-        __m128i a[8], b[8];
-        for (int i = 0; i < 8; ++i) a[i] = _mm_load_si128(reinterpret_cast<const __m128i*>(from + i * from_stride));
-        for (int i = 0; i < 4; ++i) {
-            b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
-            b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
-        }
-        for (int i = 0; i < 4; ++i) {
-            a[2 * i] = _mm_unpacklo_epi16(b[i], b[i + 4]);
-            a[2 * i + 1] = _mm_unpackhi_epi16(b[i], b[i + 4]);
-        }
-        for (int i = 0; i < 4; ++i) {
-            b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
-            b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
-        }
-        for (u64 i = 0; i < 8; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(to + i * to_stride), b[i]);
-    }
 
     static u64 group_of(const u16* first, u32 r) {
         __m512i next = _mm512_set1_epi16(static_cast<short>(r + 1));
@@ -185,19 +159,6 @@ struct Avx512 {
             ones(_mm512_cmpge_epi16_mask(load(first), next)) + ones(_mm512_cmpge_epi16_mask(load(first + 32), next));
         return static_cast<u64>(63 - above);
     }
-
-    static u32 place(u64 mask) { return mask ? static_cast<u32>(__builtin_ctzll(mask)) : 0; }
-
-    static u32 select(u64 mask, u32 rank) {
-#ifdef __BMI2__
-        return place(_pdep_u64(u64{1} << rank, mask));
-#else
-        for (; rank; --rank) mask &= mask - 1;
-        return place(mask);
-#endif
-    }
-
-    static __m512i join(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
 
     // Eight elements as 64-bit numbers.
     static __m512i widen(const u8* p) {
@@ -213,30 +174,15 @@ struct Avx512 {
                     _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 4))));
     }
 
-    static u64 sum(__m512i v) {
-        alignas(64) u64 part[8];
-        _mm512_store_si512(part, v);
-        u64 total = 0;
-        for (u64 x : part) total += x;
-        return total;
-    }
+    static __m512i zero() { return _mm512_setzero_si512(); }
+    static __m512i add(__m512i a, __m512i b) { return _mm512_add_epi64(a, b); }
+    static __m512i multiply(__m512i a, __m512i b) { return _mm512_mul_epu32(a, b); }
+    static __m512i upper(__m512i v) { return _mm512_srli_epi64(v, 32); }
+    static void store(u64* to, __m512i v) { _mm512_store_si512(to, v); }
 
-    // Keys have 64 bits and elements at most 32: multiply the halves of the key, join the sums at the end.
     template <class U>
     static void weigh(const U* p, u64 n, u64 column, u64 sums[2]) {
-        __m512i low[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-        __m512i high[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-        u64 i = 0;
-        for (; i + 8 <= n; i += 8) {
-            __m512i bits = widen(p + i);
-            for (int lane = 0; lane < 2; ++lane) {
-                __m512i key = load(&kColumnKeys[static_cast<std::size_t>(lane)][column + i]);
-                low[lane] = _mm512_add_epi64(low[lane], _mm512_mul_epu32(bits, key));
-                high[lane] = _mm512_add_epi64(high[lane], _mm512_mul_epu32(bits, _mm512_srli_epi64(key, 32)));
-            }
-        }
-        for (int lane = 0; lane < 2; ++lane) sums[lane] = sum(low[lane]) + (sum(high[lane]) << 32);
-        weigh_plainly(p, i, n, column, sums);
+        weigh_vectors<Avx512>(p, n, column, sums);
     }
 };
 

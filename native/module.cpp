@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <string_view>
+#include <type_traits>
 
 #include "changes.hpp"
 #include "detect.hpp"
@@ -16,6 +17,7 @@ using namespace deltasync;
 namespace {
 
 using Array = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WritableArray = nb::ndarray<nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Positions = nb::ndarray<const u32, nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using RunTable = nb::ndarray<const i64, nb::ro, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using KeyTable = nb::ndarray<const u64, nb::ro, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
@@ -30,46 +32,79 @@ std::vector<const Isa*> instruction_sets() {
 const Isa& isa_named(std::string_view name) {
     for (const Isa* isa : instruction_sets())
         if (isa->name == name) return *isa;
-    throw nb::value_error("no such instruction set here");
+    throw nb::value_error("this build or this machine does not have the instruction set");
 }
 
 Kind kind_of(int width, int exponent_shift, u32 exponent_mask) {
-    if (width != 1 && width != 2 && width != 4 && width != 8) throw nb::value_error("elements have 1, 2, 4 or 8 bytes");
+    if (width != 1 && width != 2 && width != 4 && width != 8)
+        throw nb::value_error("an element must have 1, 2, 4 or 8 bytes");
     if (exponent_mask > 255 || exponent_shift < 0 || exponent_shift >= 8 * width || (width == 8 && exponent_mask))
-        throw nb::value_error("no such element type");
+        throw nb::value_error("the exponent must have at most 8 bits, inside an element of at most 4 bytes");
     return {width, exponent_shift, exponent_mask};
 }
 
-void require_elements(const Array& array, int width) {
-    if (array.itemsize() != static_cast<std::size_t>(width)) throw nb::value_error("an array has another element size");
-    if (reinterpret_cast<std::uintptr_t>(array.data()) % static_cast<unsigned>(width))
-        throw nb::value_error("an array is not aligned");
+template <class AnyArray>
+void require_elements(const AnyArray& array, const Kind& kind) {
+    if (array.itemsize() != static_cast<std::size_t>(kind.width))
+        throw nb::value_error("the elements of an array must be as wide as those of the element type");
+    if (reinterpret_cast<std::uintptr_t>(array.data()) % static_cast<unsigned>(kind.width))
+        throw nb::value_error("an array must be aligned to its elements");
 }
 
-// A region of Python's side: keeps the run table; the caller keeps the arrays alive.
+// The arrays of a region. Holding them keeps their memory where it is for as long as the region lives.
+template <class AnyArray>
+class Arrays {
+public:
+    Arrays(const Kind& kind, const nb::tuple& arrays) : width_(static_cast<u64>(kind.width)) {
+        for (nb::handle h : arrays) {
+            AnyArray array;
+            // A converted copy would not do: what is written to it would be lost.
+            if (!nb::try_cast(h, array, /*convert=*/false))
+                throw nb::value_error(kReadOnly ? "an array must be flat and contiguous"
+                                                : "an array must be flat, contiguous and writable");
+            require_elements(array, kind);
+            arrays_.push_back(std::move(array));
+        }
+    }
+
+    // Calls each(row, bits, count) for each row of the table, with where its elements begin and how many there are.
+    // Gives how many there are in all rows.
+    template <class Each>
+    u64 each_run(const RunTable& runs, Each&& each) const {
+        u64 elements = 0;
+        for (std::size_t row = 0; row < runs.shape(0); ++row) {
+            i64 array = runs(row, 0), offset = runs(row, 1), count = runs(row, 2);
+            if (array < 0 || static_cast<std::size_t>(array) >= arrays_.size() || offset < 0 || count < 0)
+                throw nb::value_error("a run must name an array of its region");
+            const AnyArray& from = arrays_[static_cast<std::size_t>(array)];
+            u64 first = static_cast<u64>(offset), size = from.shape(0);
+            if (first > size || static_cast<u64>(count) > size - first)
+                throw nb::value_error("a run must be inside of its array");
+            each(row, static_cast<Byte*>(from.data()) + first * width_, static_cast<u64>(count));
+            elements += static_cast<u64>(count);
+            if (elements > kBlockElementsMax) throw nb::value_error("a region must not exceed the elements of a block");
+        }
+        return elements;
+    }
+
+private:
+    static constexpr bool kReadOnly = std::is_const_v<typename AnyArray::Scalar>;
+    using Byte = std::conditional_t<kReadOnly, const u8, u8>;
+
+    std::vector<AnyArray> arrays_;
+    u64 width_;
+};
+
+// The elements of a block, to read.
 class Region {
 public:
-    Region(const Kind& kind, nb::tuple arrays, RunTable runs, KeyTable keys) {
-        if (runs.shape(0) != keys.shape(0)) throw nb::value_error("runs and keys have different lengths");
-        std::vector<Array> views;
-        for (nb::handle h : arrays) {
-            views.push_back(nb::cast<Array>(h));
-            require_elements(views.back(), kind.width);
-        }
+    Region(const Kind& kind, const nb::tuple& arrays, const RunTable& runs, const KeyTable& keys)
+        : kind_(kind), arrays_(kind, arrays) {
+        if (runs.shape(0) != keys.shape(0)) throw nb::value_error("a region must have as many keys as runs");
         runs_.reserve(runs.shape(0));
-        for (std::size_t i = 0; i < runs.shape(0); ++i) {
-            i64 array = runs(i, 0), offset = runs(i, 1), count = runs(i, 2);
-            if (array < 0 || static_cast<std::size_t>(array) >= views.size() || offset < 0 || count < 0)
-                throw nb::value_error("a run names no array");
-            const Array& view = views[static_cast<std::size_t>(array)];
-            u64 size = view.shape(0);
-            if (static_cast<u64>(offset) > size || static_cast<u64>(count) > size - static_cast<u64>(offset))
-                throw nb::value_error("a run is outside of its array");
-            u8* bits = const_cast<u8*>(static_cast<const u8*>(view.data())) + offset * kind.width;
-            runs_.push_back({bits, static_cast<u64>(count), {keys(i, 0), keys(i, 1)}, keys(i, 2)});
-            elements_ += static_cast<u64>(count);
-            if (elements_ > kBlockElementsMax) throw nb::value_error("a region has more elements than a block may");
-        }
+        elements_ = arrays_.each_run(runs, [&](std::size_t row, const u8* bits, u64 count) {
+            runs_.push_back({bits, count, {keys(row, 0), keys(row, 1)}, keys(row, 2)});
+        });
     }
 
     bool same_shape(const Region& other) const {
@@ -77,12 +112,33 @@ public:
                           [](const Run& a, const Run& b) { return a.count == b.count; });
     }
 
+    const Kind& kind() const { return kind_; }
     Runs runs() const { return {runs_.data(), runs_.size(), elements_}; }
     u64 elements() const { return elements_; }
 
 private:
+    Kind kind_;
+    Arrays<Array> arrays_;
     std::vector<Run> runs_;
     u64 elements_ = 0;
+};
+
+// The elements of a block, to overwrite.
+class WritableRegion {
+public:
+    WritableRegion(const Kind& kind, const nb::tuple& arrays, const RunTable& runs)
+        : kind_(kind), arrays_(kind, arrays) {
+        runs_.reserve(runs.shape(0));
+        arrays_.each_run(runs, [&](std::size_t, u8* bits, u64 count) { runs_.push_back({bits, count}); });
+    }
+
+    const Kind& kind() const { return kind_; }
+    std::span<const WritableRun> runs() const { return runs_; }
+
+private:
+    Kind kind_;
+    Arrays<WritableArray> arrays_;
+    std::vector<WritableRun> runs_;
 };
 
 template <class T>
@@ -98,122 +154,137 @@ nb::tuple to_tuple(const Lanes& lanes) { return nb::make_tuple(lanes.sum[0], lan
 
 std::span<const u32> span_of(const Positions& p) { return {p.data(), p.shape(0)}; }
 
+std::span<const u8> span_of(const nb::bytes& b) { return {static_cast<const u8*>(b.data()), b.size()}; }
+
 void require_pairs(const Kind& kind, const Positions& positions, const Array& values) {
-    require_elements(values, kind.width);
+    require_elements(values, kind);
     if (positions.shape(0) != values.shape(0)) throw Invalid{"changes.length", "positions and values differ in number"};
 }
 
 void require_twins(const Region& before, const Region& after, u64 start, u64 cell) {
-    if (!before.same_shape(after)) throw nb::value_error("the two regions have different runs");
-    if (start > before.elements() || cell == 0) throw nb::value_error("no such stretch");
+    if (!before.same_shape(after)) throw nb::value_error("two regions must have runs of the same lengths");
+    if (start > before.elements()) throw nb::value_error("the start must not be past the end of the region");
+    if (cell == 0) throw nb::value_error("a cell must have at least 1 element");
 }
 
-nb::tuple py_detect(const std::string& isa, Kind kind, const Region& before, const Region& after, u64 start, u64 cell,
+void require_widths(const Region& before, int width, const Region& after, int after_width) {
+    if (before.kind().width != width || after.kind().width != after_width)
+        throw nb::value_error("a region must have elements of the width that the kernel compares");
+}
+
+// Runs a kernel without the GIL. The caller holds everything that the kernel reads.
+template <class Kernel>
+auto without_gil(Kernel&& kernel) {
+    nb::gil_scoped_release release;
+    return kernel();
+}
+
+nb::tuple to_tuple(Detected&& found) {
+    return nb::make_tuple(to_numpy(std::move(found.positions)), to_numpy(std::move(found.values)), found.stop);
+}
+
+nb::tuple py_detect(const std::string& name, const Region& before, const Region& after, u64 start, u64 cell,
                     u64 enough) {
-    const Isa& chosen = isa_named(isa);
+    const Isa& isa = isa_named(name);
+    const Kind& kind = before.kind();
     require_twins(before, after, start, cell);
-    Detected found;
-    {
-        nb::gil_scoped_release release;
-        found = detect(chosen, kind, before.runs(), after.runs(), start, cell, enough);
-    }
-    return nb::make_tuple(to_numpy(std::move(found.positions)), to_numpy(std::move(found.values)), found.stop);
+    require_widths(before, kind.width, after, kind.width);
+    return to_tuple(without_gil([&] { return detect(isa, kind, before.runs(), after.runs(), start, cell, enough); }));
 }
 
-nb::tuple py_detect_rounded(const std::string& isa, const Region& before, const Region& after, u64 start, u64 cell,
+nb::tuple py_detect_rounded(const std::string& name, const Region& before, const Region& after, u64 start, u64 cell,
                             u64 enough, u16 nan) {
-    const Isa& chosen = isa_named(isa);
+    const Isa& isa = isa_named(name);
     require_twins(before, after, start, cell);
-    Detected found;
-    {
-        nb::gil_scoped_release release;
-        found = detect_rounded(chosen, before.runs(), after.runs(), start, cell, enough, nan);
-    }
-    return nb::make_tuple(to_numpy(std::move(found.positions)), to_numpy(std::move(found.values)), found.stop);
+    require_widths(before, kBfloat16.width, after, kFloat32.width);
+    return to_tuple(
+        without_gil([&] { return detect_rounded(isa, before.runs(), after.runs(), start, cell, enough, nan); }));
 }
 
-nb::tuple py_encode_changes(const std::string& isa, Kind kind, const Region& before, Positions positions,
-                            Array values) {
-    require_pairs(kind, positions, values);
-    const Isa& chosen = isa_named(isa);
-    Encoded result;
-    {
-        nb::gil_scoped_release release;
-        result = encode_changes(chosen, kind, before.runs(), span_of(positions), values.data());
-    }
-    return nb::make_tuple(result.absolute, to_bytes(result.data), to_tuple(result.gained));
+nb::tuple py_encode_changes(const std::string& name, const Region& before, const Positions& positions,
+                            const Array& values) {
+    const Isa& isa = isa_named(name);
+    require_pairs(before.kind(), positions, values);
+    Encoded block = without_gil(
+        [&] { return encode_changes(isa, before.kind(), before.runs(), span_of(positions), values.data()); });
+    return nb::make_tuple(block.absolute, to_bytes(block.data), to_tuple(block.digest_delta));
 }
 
-nb::tuple py_encode_difference(const std::string& isa, Kind kind, const Region& before, const Region& after, u64 start,
-                               u64 cell, u64 enough) {
-    const Isa& chosen = isa_named(isa);
+nb::tuple py_encode_difference(const std::string& name, const Region& before, const Region& after, u64 start, u64 cell,
+                               u64 enough) {
+    const Isa& isa = isa_named(name);
+    const Kind& kind = before.kind();
     require_twins(before, after, start, cell);
-    Difference found;
-    {
-        nb::gil_scoped_release release;
-        found = encode_difference(chosen, kind, before.runs(), after.runs(), start, cell, enough);
-    }
-    const Encoded& block = found.block;
-    return nb::make_tuple(found.changed, found.stop, block.absolute, to_bytes(block.data), to_tuple(block.gained));
+    require_widths(before, kind.width, after, kind.width);
+    Difference difference =
+        without_gil([&] { return encode_difference(isa, kind, before.runs(), after.runs(), start, cell, enough); });
+    const Encoded& block = difference.block;
+    return nb::make_tuple(difference.changed, difference.stop, block.absolute, to_bytes(block.data),
+                          to_tuple(block.digest_delta));
 }
 
-nb::tuple py_decode_changes(const std::string& isa, Kind kind, const Region& before, nb::bytes data, bool absolute) {
-    const Isa& chosen = isa_named(isa);
-    std::span<const u8> bytes(static_cast<const u8*>(data.data()), data.size());
-    Decoded result;
-    {
-        nb::gil_scoped_release release;
-        result = decode_changes(chosen, kind, before.runs(), bytes, absolute);
-    }
-    return nb::make_tuple(to_numpy(std::move(result.positions)), to_numpy(std::move(result.values)),
-                          to_tuple(result.gained));
+nb::tuple py_decode_changes(const std::string& name, const Region& before, const nb::bytes& data, bool absolute) {
+    const Isa& isa = isa_named(name);
+    Decoded changes =
+        without_gil([&] { return decode_changes(isa, before.kind(), before.runs(), span_of(data), absolute); });
+    return nb::make_tuple(to_numpy(std::move(changes.positions)), to_numpy(std::move(changes.values)),
+                          to_tuple(changes.digest_delta));
 }
 
-nb::bytes py_encode_planes(Kind kind, const Region& region) {
-    Bytes out;
-    {
-        nb::gil_scoped_release release;
-        encode_planes(out, kind, region.runs());
-    }
-    return to_bytes(out);
+nb::bytes py_encode_planes(const Region& region) {
+    return to_bytes(without_gil([&] {
+        Bytes out;
+        encode_planes(out, region.kind(), region.runs());
+        return out;
+    }));
 }
 
-nb::ndarray<nb::numpy, u8, nb::ndim<1>> py_decode_planes(Kind kind, nb::bytes data, u64 elements) {
-    if (elements > kBlockElementsMax) throw nb::value_error("a region has more elements than a block may");
-    Bytes values(elements * static_cast<u64>(kind.width));
-    {
-        nb::gil_scoped_release release;
-        ByteReader in({static_cast<const u8*>(data.data()), data.size()});
+nb::ndarray<nb::numpy, u8, nb::ndim<1>> py_decode_planes(const Kind& kind, const nb::bytes& data, u64 elements) {
+    if (elements > kBlockElementsMax) throw nb::value_error("a region must not exceed the elements of a block");
+    return to_numpy(without_gil([&] {
+        Bytes values(elements * static_cast<u64>(kind.width));
+        ByteReader in(span_of(data));
         decode_planes(in, kind, elements, values.data());
         in.require_end();
-    }
-    return to_numpy(std::move(values));
+        return values;
+    }));
 }
 
-nb::tuple py_digest(const std::string& isa, Kind kind, const Region& region) {
-    const Isa& chosen = isa_named(isa);
-    Lanes lanes;
-    {
-        nb::gil_scoped_release release;
-        lanes = chosen.digest(kind.width, region.runs());
-    }
-    return to_tuple(lanes);
+nb::tuple py_digest(const std::string& name, const Region& region) {
+    const Isa& isa = isa_named(name);
+    return to_tuple(without_gil([&] { return isa.digest(region.kind(), region.runs()); }));
 }
 
-nb::tuple py_digest_change(Kind kind, const Region& before, Positions positions, Array values) {
-    require_pairs(kind, positions, values);
-    Lanes lanes;
-    {
-        nb::gil_scoped_release release;
-        lanes = digest_change(kind, before.runs(), span_of(positions), values.data());
-    }
-    return to_tuple(lanes);
+nb::tuple py_digest_change(const Region& before, const Positions& positions, const Array& values) {
+    require_pairs(before.kind(), positions, values);
+    return to_tuple(
+        without_gil([&] { return digest_change(before.kind(), before.runs(), span_of(positions), values.data()); }));
 }
 
-void py_overwrite(Kind kind, const Region& target, Positions positions, Array values) {
-    require_pairs(kind, positions, values);
-    nb::gil_scoped_release release;
-    overwrite(kind, target.runs(), span_of(positions), values.data());
+void py_overwrite(const WritableRegion& target, const Positions& positions, const Array& values) {
+    require_pairs(target.kind(), positions, values);
+    without_gil([&] { overwrite(target.kind(), target.runs(), span_of(positions), values.data()); });
+}
+
+nb::dict constants() {
+    nb::dict all;
+    all["block_elements_max"] = kBlockElementsMax;
+    all["classes_max"] = kClassesMax;
+    all["lanes_log2_max"] = kLanesLog2Max;
+    all["varint_bytes_max"] = kVarintBytesMax;
+    all["precision"] = kPrecision;
+    all["state_min"] = kStateMin;
+    all["exact"] = kExact;
+    all["buckets_max"] = kBucketsMax;
+    all["columns"] = kColumns;
+    all["classes_wanted"] = kClassesWanted;
+    all["class_cost_bits"] = kClassCostBits;
+    all["elements_all_below"] = kElementsAllBelow;
+    all["changes_all_below"] = kChangesAllBelow;
+    all["sample_run"] = kSampleRun;
+    all["sample_scale"] = kSampleScale;
+    all["step_bits_wide"] = kStepBitsWide;
+    return all;
 }
 
 // Python sees one exception type for each of the two C++ ones, with (rule, message) as its arguments.
@@ -246,7 +317,12 @@ NB_MODULE(_native, m) {
     });
     nb::class_<Kind>(m, "Kind").def(nb::new_(&kind_of), nb::arg("width"), nb::arg("exponent_shift"),
                                     nb::arg("exponent_mask"));
-    nb::class_<Region>(m, "Region").def(nb::init<const Kind&, nb::tuple, RunTable, KeyTable>());
+    nb::class_<Region>(m, "Region")
+        .def(nb::init<const Kind&, nb::tuple, RunTable, KeyTable>(), nb::arg("kind"), nb::arg("arrays"),
+             nb::arg("runs"), nb::arg("keys"));
+    nb::class_<WritableRegion>(m, "WritableRegion")
+        .def(nb::init<const Kind&, nb::tuple, RunTable>(), nb::arg("kind"), nb::arg("arrays"), nb::arg("runs"));
+    m.attr("CONSTANTS") = constants();
     m.def("detect", &py_detect);
     m.def("detect_rounded", &py_detect_rounded);
     m.def("encode_changes", &py_encode_changes);

@@ -4,6 +4,7 @@
 
 #include "classes.hpp"
 #include "sequence.hpp"
+#include "width.hpp"
 
 namespace deltasync {
 namespace {
@@ -74,21 +75,11 @@ void decode(ByteReader& in, const Kind& kind, u64 elements, U* values) {
 }  // namespace
 
 void encode_planes(Bytes& out, const Kind& kind, const Runs& runs) {
-    switch (kind.width) {
-        case 1: return encode<u8>(out, kind, runs);
-        case 2: return encode<u16>(out, kind, runs);
-        case 4: return encode<u32>(out, kind, runs);
-        default: return encode<u64>(out, kind, runs);
-    }
+    by_width(kind, [&]<class U>(U) { encode<U>(out, kind, runs); });
 }
 
 void decode_planes(ByteReader& in, const Kind& kind, u64 elements, void* values) {
-    switch (kind.width) {
-        case 1: return decode(in, kind, elements, static_cast<u8*>(values));
-        case 2: return decode(in, kind, elements, static_cast<u16*>(values));
-        case 4: return decode(in, kind, elements, static_cast<u32*>(values));
-        default: return decode(in, kind, elements, static_cast<u64*>(values));
-    }
+    by_width(kind, [&]<class U>(U) { decode(in, kind, elements, static_cast<U*>(values)); });
 }
 
 }  // namespace deltasync

@@ -8,31 +8,17 @@
 //     void store(u16* counts)                                     writes the counts; at least K are written
 //   V::Member(const Kind&, const Classes&, int c)               what tells the members of class c:
 //     u64 mask(const U* p)                                        bit i: element i is in the class
-//   void V::transpose(from, stride, to, stride)                 an 8 by 8 matrix of 16-bit numbers
 //   u64  V::group_of(const u16* first, u32 r)                   the last of 64 ascending numbers that is at most r
-//   u32  V::place(u64 mask)                                     place of the lowest set bit; 0 if there is none
-//   u32  V::select(u64 mask, u32 rank)                          place of the rank-th set bit
 //   void V::weigh(const U* p, u64 n, columns, u64 sums[2])      sums of column key * bits
 // Each instruction set compiles its own copy. The anonymous namespace keeps the linker from sharing code between the
 // copies, and no functions of the standard library are used for the same reason.
 #pragma once
 
-#include <cstring>
-
-#include "digest.hpp"
-#include "isa.hpp"
+#include "isa_shared.hpp"
 #include "steps.hpp"
 
 namespace deltasync {
 namespace {
-
-inline int ones(u64 mask) { return __builtin_popcountll(mask); }
-
-// One float32 as bfloat16. Half a unit is added before the lower half is cut off, less a bit where the result is even.
-inline u16 rounded(u32 bits, u16 nan) {
-    bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
-    return is_nan ? nan : static_cast<u16>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
 
 template <class V>
 struct Scan {
@@ -87,9 +73,9 @@ struct Scan {
     static u64 extract(u64 mask, u64 found, Put&& put) {
         u64 end = found + static_cast<u64>(ones(mask)), k = found;
         do {
-            put(k, V::place(mask));
+            put(k, lowest_bit(mask));
             mask &= mask - 1;
-            put(k + 1, V::place(mask));
+            put(k + 1, lowest_bit(mask));
             mask &= mask - 1;
             k += 2;
         } while (mask);
@@ -219,8 +205,7 @@ struct Scan {
 
         explicit Columns(const Tile<U, K>& tile) {
             for (u64 g = 0; g < kTileGroups; g += 8)
-                for (int c = 0; c < kStride; c += 8)
-                    V::transpose(&tile.first[g][c], kStride, &first[c][g], kTileGroups);
+                for (int c = 0; c < kStride; c += 8) transpose(&tile.first[g][c], kStride, &first[c][g], kTileGroups);
         }
     };
 
@@ -262,7 +247,7 @@ struct Scan {
                 before[k] = bits;
                 keys.add(i, u64{after[k]} - u64{bits}, lanes);
             }
-            for (int lane = 0; lane < 2; ++lane) standing.gained.sum[lane] += lanes.sum[lane];
+            for (int lane = 0; lane < 2; ++lane) standing.digest_delta.sum[lane] += lanes.sum[lane];
             for (int c = 0; c < K; ++c) standing.passed[c] += tile_.totals[c];
         }
 
@@ -286,7 +271,7 @@ struct Scan {
             ranker.rank(piece, piece.bits, runs.data[piece.run], changed.position, static_cast<const U*>(changed.value),
                         first, next, out, standing);
         });
-        return standing.gained;
+        return standing.digest_delta;
     }
 
     template <class U, int K>
@@ -309,7 +294,7 @@ struct Scan {
         u64 groups = 0;  // bit g: group g has changes
         u64 changed[kTileGroups] = {};
         U value[kTile];
-        Lanes gained;
+        Lanes digest_delta;
     };
 
     // Marks the wanted members of class c in a piece; gives where the next piece goes on. `passed` counts the members
@@ -326,7 +311,7 @@ struct Scan {
         for (u64 end = wanted.first[c] + wanted.count[c]; at < end && rank[at] - passed < total; ++at) {
             u32 r = rank[at] - passed;
             u64 g = V::group_of(first, r);
-            u32 i = V::select(member.mask(tile.group(g)), r - first[g]);
+            u32 i = select_bit(member.mask(tile.group(g)), r - first[g]);
             groups |= u64{1} << g;
             marks.changed[g] |= u64{1} << i;
             u64 place = g * kGroup + i;
@@ -340,7 +325,7 @@ struct Scan {
             }
         }
         marks.groups |= groups;
-        for (int lane = 0; lane < 2; ++lane) marks.gained.sum[lane] += lanes.sum[lane];
+        for (int lane = 0; lane < 2; ++lane) marks.digest_delta.sum[lane] += lanes.sum[lane];
         return at;
     }
 
@@ -367,7 +352,7 @@ struct Scan {
             U* values = static_cast<U*>(out.value);
             u64 k = out.count;
             for (u64 groups = marks.groups; groups; groups &= groups - 1) {
-                u64 g = V::place(groups) * kGroup;
+                u64 g = lowest_bit(groups) * kGroup;
                 k = extract(marks.changed[g / kGroup], k, [=, &marks](u64 to, u32 i) {
                     positions[to] = static_cast<u32>(piece.position + g) + i;
                     values[to] = marks.value[g + i];
@@ -377,7 +362,7 @@ struct Scan {
             marks.groups = 0;
             out.count = k;
         });
-        out.gained = marks.gained;
+        out.digest_delta = marks.digest_delta;
     }
 
     // An 8-byte element counts as two 4-byte ones: `halves` is 2 then, and U is u32.
@@ -401,25 +386,12 @@ struct Scan {
     }
 };
 
-// Elements one by one: the tails of the vector versions, and all of the portable one.
-template <class U>
-void weigh_plainly(const U* p, u64 from, u64 n, u64 column, u64 sums[2]) {
-    for (u64 i = from; i < n; ++i)
-        for (int lane = 0; lane < 2; ++lane)
-            sums[lane] += kColumnKeys[static_cast<std::size_t>(lane)][column + i] * static_cast<u64>(p[i]);
-}
-
 template <class V>
 struct Entry {
     using S = Scan<V>;
 
-    static u64 detect(int width, const Runs& before, const Runs& after, u32* positions, void* values) {
-        switch (width) {
-            case 1: return S::detect(before, after, positions, static_cast<u8*>(values));
-            case 2: return S::detect(before, after, positions, static_cast<u16*>(values));
-            case 4: return S::detect(before, after, positions, static_cast<u32*>(values));
-            default: return S::detect(before, after, positions, static_cast<u64*>(values));
-        }
+    static u64 detect(const Kind& kind, const Runs& before, const Runs& after, u32* positions, void* values) {
+        return by_width(kind, [&]<class U>(U) { return S::detect(before, after, positions, static_cast<U*>(values)); });
     }
 
     template <class U, class Call>
@@ -433,9 +405,7 @@ struct Entry {
 
     template <class Call>
     static auto by_kind(const Kind& kind, const Classes& classes, Call&& call) {
-        if (kind.width == 1) return by_classes<u8>(classes, call);
-        if (kind.width == 2) return by_classes<u16>(classes, call);
-        return by_classes<u32>(classes, call);
+        return by_float_width(kind, [&]<class U>(U) { return by_classes<U>(classes, call); });
     }
 
     static Lanes rank(const Kind& kind, const Runs& runs, const Classes& classes, const Changed& changed,
@@ -462,13 +432,13 @@ struct Entry {
         });
     }
 
-    static Lanes digest(int width, const Runs& runs) {
-        switch (width) {
-            case 1: return S::template digest<u8>(runs);
-            case 2: return S::template digest<u16>(runs);
-            case 4: return S::template digest<u32>(runs);
-            default: return S::template digest<u32>(runs, 2);
-        }
+    static Lanes digest(const Kind& kind, const Runs& runs) {
+        return by_width(kind, [&]<class U>(U) {
+            if constexpr (sizeof(U) == 8)
+                return S::template digest<u32>(runs, 2);
+            else
+                return S::template digest<U>(runs);
+        });
     }
 
     static constexpr Isa table(const char* name) {

@@ -6,9 +6,7 @@
 namespace deltasync {
 namespace {
 
-constexpr int kPrecision = 12;
 constexpr u32 kSlots = 1u << kPrecision;
-constexpr u32 kStateMin = 1u << 16;
 
 using Frequencies = std::array<u32, 256>;
 

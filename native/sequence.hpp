@@ -4,13 +4,11 @@
 #include <array>
 #include <span>
 
+#include "constants.hpp"
 #include "types.hpp"
 #include "wire.hpp"
 
 namespace deltasync {
-
-constexpr int kExact = 16;
-constexpr int kBucketsMax = kExact + 2 * 60;
 
 struct Bucket {
     u8 symbol;

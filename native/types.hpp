@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -25,18 +26,26 @@ struct Kind {
 
 constexpr Kind kBfloat16{2, 7, 0xFF}, kFloat32{4, 23, 0xFF};
 
-// A contiguous piece of a tensor: its bits, and what the digest needs to know of it.
+// A contiguous run of a tensor's elements: their bits, and what the digest's keys depend on.
 struct Run {
-    u8* bits;
+    const u8* bits;
     u64 count;
     u64 seed[2];
     u64 index;
+};
+
+// A run that may be written to.
+struct WritableRun {
+    u8* bits;
+    u64 count;
 };
 
 struct Runs {
     const Run* data;
     u64 size;
     u64 elements;
+
+    std::span<const Run> span() const { return {data, size}; }
 };
 
 // Two sums modulo 2^64: a state digest, or a part of one.
@@ -55,10 +64,5 @@ struct Invalid {
     const char* rule;
     std::string message;
 };
-
-constexpr int kClassesMax = 16;
-constexpr int kLanesLog2Max = 5;
-constexpr int kBlockElementsLog2 = 25;
-constexpr u64 kBlockElementsMax = u64{1} << kBlockElementsLog2;
 
 }  // namespace deltasync

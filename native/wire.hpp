@@ -5,6 +5,7 @@
 #include <cstring>
 #include <span>
 
+#include "constants.hpp"
 #include "types.hpp"
 
 static_assert(std::endian::native == std::endian::little, "the format is little-endian and so is this code");
@@ -37,7 +38,7 @@ public:
 
     u64 varint() {
         u64 value = 0;
-        for (int i = 0; i < 5; ++i) {
+        for (int i = 0; i < kVarintBytesMax; ++i) {
             u8 b = byte();
             value |= u64{b & 0x7Fu} << (7 * i);
             if (b < 0x80) {

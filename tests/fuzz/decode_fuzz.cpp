@@ -70,7 +70,7 @@ u64 element(const Kind& kind, Look look, u64 seed, u64 place) {
     return kind.width == 8 ? bits : bits & ((u64{1} << (8 * kind.width)) - 1);
 }
 
-// Elements in as many pieces of memory as there are runs; each run ends where its memory ends.
+// Elements with memory of its own for each run, which ends where its memory ends: a sanitizer sees every step beyond.
 class Elements {
 public:
     Elements(const Kind& kind, Feed& feed) : kind_(kind) {
@@ -87,6 +87,9 @@ public:
     }
 
     Runs runs() const { return {runs_.data(), runs_.size(), elements_}; }
+
+    // The same runs, to write to.
+    std::span<const WritableRun> writable() const { return writable_; }
 
     Bytes bytes() const {
         Bytes all;
@@ -106,6 +109,7 @@ private:
             std::memcpy(bits + i * width(), &value, width());
         }
         runs_.push_back({bits, count, {mix(seed + r), mix(seed - r)}, 1000 * r + before});
+        writable_.push_back({bits, count});
         elements_ += count;
     }
 
@@ -113,12 +117,14 @@ private:
         memory_.push_back(std::make_unique<u8[]>(run.count * width()));
         if (run.count) std::memcpy(memory_.back().get(), run.bits, run.count * width());
         runs_.push_back({memory_.back().get(), run.count, {run.seed[0], run.seed[1]}, run.index});
+        writable_.push_back({memory_.back().get(), run.count});
         elements_ += run.count;
     }
 
     Kind kind_;
     std::vector<std::unique_ptr<u8[]>> memory_;
     std::vector<Run> runs_;
+    std::vector<WritableRun> writable_;
     u64 elements_ = 0;
 };
 
@@ -138,7 +144,7 @@ struct Outcome {
 
     bool operator==(const Outcome& other) const {
         return rule == other.rule && decoded.positions == other.decoded.positions &&
-               decoded.values == other.decoded.values && same(decoded.gained, other.decoded.gained);
+               decoded.values == other.decoded.values && same(decoded.digest_delta, other.decoded.digest_delta);
     }
 };
 
@@ -161,33 +167,34 @@ Outcome decode_everywhere(const Kind& kind, const Runs& runs, std::span<const u8
 // Writes the changes, and looks for them again: gives those that changed anything.
 Outcome applied(const Kind& kind, const Elements& elements, const Decoded& changes) {
     Elements after(elements);
-    overwrite(kind, after.runs(), changes.positions, changes.values.data());
+    overwrite(kind, after.writable(), changes.positions, changes.values.data());
     Outcome first;
     for (const Isa* isa : instruction_sets()) {
         u64 room = elements.runs().elements + kSlack, width = static_cast<u64>(kind.width);
         Outcome found;
         found.decoded.positions.resize(room);
         found.decoded.values.resize(room * width);
-        u64 count = isa->detect(kind.width, elements.runs(), after.runs(), found.decoded.positions.data(),
+        u64 count = isa->detect(kind, elements.runs(), after.runs(), found.decoded.positions.data(),
                                 found.decoded.values.data());
         found.decoded.positions.resize(count);
         found.decoded.values.resize(count * width);
-        Lanes before = isa->digest(kind.width, elements.runs()), now = isa->digest(kind.width, after.runs());
-        for (int lane = 0; lane < 2; ++lane) found.decoded.gained.sum[lane] = now.sum[lane] - before.sum[lane];
+        Lanes before = isa->digest(kind, elements.runs()), now = isa->digest(kind, after.runs());
+        for (int lane = 0; lane < 2; ++lane) found.decoded.digest_delta.sum[lane] = now.sum[lane] - before.sum[lane];
         if (isa == portable_isa()) first = found;
         require(found == first, "instruction sets find different changes");
     }
-    require(same(first.decoded.gained, changes.gained), "the digest did not follow the changes");
+    require(same(first.decoded.digest_delta, changes.digest_delta), "the digest did not follow the changes");
     return first;
 }
 
 void round_trip(const Kind& kind, const Elements& elements, const Outcome& changes) {
-    const Decoded& told = changes.decoded;
+    const Decoded& decoded = changes.decoded;
     Encoded first;
     for (const Isa* isa : instruction_sets()) {
-        Encoded coded = encode_changes(*isa, kind, elements.runs(), told.positions, told.values.data());
+        Encoded coded = encode_changes(*isa, kind, elements.runs(), decoded.positions, decoded.values.data());
         if (isa == portable_isa()) first = coded;
-        require(coded.data == first.data && coded.absolute == first.absolute && same(coded.gained, told.gained),
+        require(coded.data == first.data && coded.absolute == first.absolute &&
+                    same(coded.digest_delta, decoded.digest_delta),
                 "instruction sets encode differently");
     }
     Outcome again = decode_everywhere(kind, elements.runs(), first.data, first.absolute);

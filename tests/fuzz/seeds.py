@@ -48,12 +48,12 @@ def elements(dtype: DType, look: int, seed: int, count: int) -> Bits:
 
 
 def head(kind: int, mode: int, look: int, seed: int, sizes: list[int]) -> bytes:
-    sizes_told = (n if n < FEW_ELEMENTS else n | 0x8000 for n in sizes)
+    coded_sizes = (n if n < FEW_ELEMENTS else n | 0x8000 for n in sizes)
     return (
         bytes((kind, mode, look))
         + seed.to_bytes(4, "little")
         + bytes((len(sizes) - 1,))
-        + b"".join(n.to_bytes(2, "little") for n in sizes_told)
+        + b"".join(n.to_bytes(2, "little") for n in coded_sizes)
     )
 
 

@@ -18,7 +18,7 @@ from deltasync.errors import DeltasyncError, InvalidInputError
 from deltasync.format import limits
 from deltasync.format.layout import DTYPES, DType, Layout, TensorSpec
 from deltasync.format.weights import Region, Weights, whole_runs
-from deltasync.kernels import Kernels, available, load
+from deltasync.kernels import Kernels, available, load, reference
 
 REFERENCE = load("reference")
 NATIVE = [load(name) for name in available() if name != "reference"]
@@ -253,6 +253,29 @@ def test_blocks_of_a_difference(start: int, cell: int, enough: int) -> None:
         for k in NATIVE:
             assert k.encode_difference(old, new, start, cell=cell, enough=enough) == expected, k.name
         start = expected[1]
+
+
+def test_element_types_of_different_widths_take_turns() -> None:
+    """The native kernels keep memory from call to call: wide elements first, then more of narrow ones.
+
+    The sample of the second block has few changes and the rest many, so that it has more of them than its classes were
+    chosen for.
+    """
+    cell, enough = 1 << 20, 1 << 19
+    wide, wide_new = regions(DTYPES["F32"], [1 << 19], 0.1)
+    narrow, _ = regions(DTYPES["F8_E4M3"], [1 << 21], 0)
+    bits, places = narrow.gather(), np.arange(1 << 21)
+    exponents = bits >> 3 & 0x0F
+    sampled = places % (reference.SAMPLE_RUN * reference.SAMPLE_SCALE) < reference.SAMPLE_RUN
+    changed = np.where(sampled, (places % 16 < 1) | ((exponents < 4) & (places % 2 < 1)), True)
+    narrow_new = narrow.holding(bits ^ changed.astype(np.uint8))
+    for k in NATIVE:
+        k.encode_difference(wide, wide_new, 0, cell=cell, enough=enough)
+        positions, values, stop = k.detect(narrow, narrow_new, 0, cell=cell, enough=enough)
+        block = narrow.holding(bits)
+        first = Region(block.dtype, block.arrays, np.array([[0, 0, stop]]), block.keys)
+        expected = len(positions), stop, *k.encode_changes(first, positions, values)
+        assert k.encode_difference(narrow, narrow_new, 0, cell=cell, enough=enough) == expected, k.name
 
 
 def require_same_decoding(old: Region, data: bytes, *, absolute: bool) -> Any:

@@ -1,16 +1,60 @@
-"""The native kernels, seen from Python. Importing this fails where they were not built."""
+"""The native kernels, seen from Python.
 
-from collections.abc import Iterator
+Importing this module raises ImportError where they were not built, and RuntimeError where they were built from other
+sources than the Python code beside them: they would then write other bytes than the reference.
+"""
+
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 
 from deltasync.errors import CorruptError, InvalidInputError
-from deltasync.format.layout import DTYPES, DType
+from deltasync.format import limits
+from deltasync.format.layout import DType
 from deltasync.format.weights import Bits, Positions, Region
-from deltasync.kernels import _native
+from deltasync.kernels import _native, rans, reference
 
 Lanes = tuple[int, int]
+
+CONSTANTS = {
+    "block_elements_max": limits.BLOCK_ELEMENTS_MAX,
+    "classes_max": limits.CLASSES_MAX,
+    "lanes_log2_max": limits.LANES_LOG2_MAX,
+    "varint_bytes_max": rans.VARINT_BYTES_MAX,
+    "precision": rans.PRECISION,
+    "state_min": rans.STATE_MIN,
+    "exact": rans.EXACT,
+    "buckets_max": rans.BUCKETS_MAX,
+    "columns": reference.COLUMNS,
+    "classes_wanted": reference.CLASSES_WANTED,
+    "class_cost_bits": reference.CLASS_COST_BITS,
+    "elements_all_below": reference.ELEMENTS_ALL_BELOW,
+    "changes_all_below": reference.CHANGES_ALL_BELOW,
+    "sample_run": reference.SAMPLE_RUN,
+    "sample_scale": reference.SAMPLE_SCALE,
+    "step_bits_wide": reference.STEP_BITS_WIDE,
+}
+"""The numbers that exist here and in native/constants.hpp, by the name under which C++ exports them."""
+
+
+def require_same_constants(built: Mapping[str, int]) -> None:
+    """RuntimeError unless the constants that C++ exports are those of the Python code."""
+    names = sorted(CONSTANTS.keys() | built.keys())
+    wrong = [
+        f"{name} is {built.get(name, 'missing')} and must be {CONSTANTS.get(name, 'absent')}"
+        for name in names
+        if built.get(name) != CONSTANTS.get(name)
+    ]
+    if wrong:
+        raise RuntimeError(
+            "the native kernels were built from other sources than deltasync's Python code: "
+            f"{'; '.join(wrong)}. Reinstall deltasync to rebuild them"
+        )
+
+
+# A build from before there were constants has none.
+require_same_constants(getattr(_native, "CONSTANTS", {}))
 
 
 def instruction_sets() -> list[str]:
@@ -25,68 +69,62 @@ class NativeKernels:
         self.name = name
 
     def detect(self, old: Region, new: Region, start: int, *, cell: int, enough: int) -> tuple[Positions, Bits, int]:
-        kind = _kind(old.dtype)
-        positions, values, stop = _native.detect(self.name, kind, _region(old), _region(new), start, cell, enough)
+        positions, values, stop = _native.detect(self.name, _region(old), _region(new), start, cell, enough)
         return positions, values.view(old.dtype.bits_dtype), stop
 
     def detect_rounded(
         self, old: Region, new: Region, start: int, *, cell: int, enough: int, nan: int
     ) -> tuple[Positions, Bits, int]:
-        before, after = _region(old, DTYPES["BF16"]), _region(new, DTYPES["F32"])
+        before, after = _region(old), _region(new)
         positions, values, stop = _native.detect_rounded(self.name, before, after, start, cell, enough, nan)
         return positions, values.view(old.dtype.bits_dtype), stop
 
     def encode_changes(self, old: Region, positions: Positions, values: Bits) -> tuple[bool, bytes, Lanes]:
         with _translated():
-            absolute, data, lanes = _native.encode_changes(
-                self.name, _kind(old.dtype), _region(old), _aligned(positions), _aligned(values)
-            )
-        return absolute, data, lanes
+            return _native.encode_changes(self.name, _region(old), _aligned(positions), _aligned(values))
 
     def encode_difference(
         self, old: Region, new: Region, start: int, *, cell: int, enough: int
     ) -> tuple[int, int, bool, bytes, Lanes]:
-        kind = _kind(old.dtype)
-        return _native.encode_difference(self.name, kind, _region(old), _region(new), start, cell, enough)
+        return _native.encode_difference(self.name, _region(old), _region(new), start, cell, enough)
 
     def decode_changes(self, old: Region, data: bytes, *, absolute: bool) -> tuple[Positions, Bits, Lanes]:
         with _translated():
-            positions, values, lanes = _native.decode_changes(self.name, _kind(old.dtype), _region(old), data, absolute)
+            positions, values, lanes = _native.decode_changes(self.name, _region(old), data, absolute)
         return positions, values.view(old.dtype.bits_dtype), lanes
 
     def encode_planes(self, region: Region) -> bytes:
-        return _native.encode_planes(_kind(region.dtype), _region(region))
+        return _native.encode_planes(_region(region))
 
     def decode_planes(self, data: bytes, elements: int, dtype: DType) -> Bits:
         with _translated():
             return _native.decode_planes(_kind(dtype), data, elements).view(dtype.bits_dtype)
 
     def digest(self, region: Region) -> Lanes:
-        return _native.digest(self.name, _kind(region.dtype), _region(region))
+        return _native.digest(self.name, _region(region))
 
     def digest_change(self, old: Region, positions: Positions, values: Bits) -> Lanes:
         with _translated():
-            return _native.digest_change(_kind(old.dtype), _region(old), _aligned(positions), _aligned(values))
+            return _native.digest_change(_region(old), _aligned(positions), _aligned(values))
 
     def overwrite(self, target: Region, positions: Positions, values: Bits) -> None:
-        if not all(array.flags.writeable for array in target.arrays):
-            raise InvalidInputError("the arrays to overwrite are read-only")
         with _translated():
-            _native.overwrite(_kind(target.dtype), _region(target), _aligned(positions), _aligned(values))
+            _native.overwrite(_writable(target), _aligned(positions), _aligned(values))
 
 
 def _kind(dtype: DType) -> _native.Kind:
     return _native.Kind(dtype.width, dtype.exponent_shift, dtype.exponent_mask)
 
 
-def _region(region: Region, dtype: DType | None = None) -> _native.Region:
-    """A region whose elements must have the type, if one is given: the kernel then relies on their width."""
-    return _native.Region(
-        _kind(region.dtype if dtype is None else dtype),
-        region.arrays,
-        np.ascontiguousarray(region.runs),
-        np.ascontiguousarray(region.keys),
-    )
+def _region(region: Region) -> _native.Region:
+    runs, keys = np.ascontiguousarray(region.runs), np.ascontiguousarray(region.keys)
+    return _native.Region(_kind(region.dtype), region.arrays, runs, keys)
+
+
+def _writable(region: Region) -> _native.WritableRegion:
+    if not all(array.flags.writeable for array in region.arrays):
+        raise InvalidInputError("the arrays to overwrite are read-only")
+    return _native.WritableRegion(_kind(region.dtype), region.arrays, np.ascontiguousarray(region.runs))
 
 
 def _aligned(array: Bits) -> Bits:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from deltasync.errors import CorruptError
 from deltasync.format import limits
 
-_VARINT_BYTES_MAX = 5
+VARINT_BYTES_MAX = 5
 
 
 def varint(value: int) -> bytes:
@@ -39,7 +39,7 @@ class ByteReader:
 
     def varint(self) -> int:
         value = 0
-        for i in range(_VARINT_BYTES_MAX):
+        for i in range(VARINT_BYTES_MAX):
             byte = self.byte()
             value |= (byte & 0x7F) << (7 * i)
             if byte < 0x80:

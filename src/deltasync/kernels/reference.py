@@ -60,10 +60,10 @@ def gain(region: Region, positions: NDArray[np.uint32], before: Bits, after: Bit
 CLASSES_MAX = limits.CLASSES_MAX
 
 # The rest of this module's constants steer the writer only; a reader takes whatever thresholds it finds.
-_CLASSES_WANTED = 10
-_CLASS_COST_BITS = 320
-_ELEMENTS_ALL_BELOW, _CHANGES_ALL_BELOW = 1 << 19, 1 << 15
-_SAMPLE_RUN, _SAMPLE_SCALE = 256, 124
+CLASSES_WANTED = 10
+CLASS_COST_BITS = 320
+ELEMENTS_ALL_BELOW, CHANGES_ALL_BELOW = 1 << 19, 1 << 15
+SAMPLE_RUN, SAMPLE_SCALE = 256, 124
 
 
 def exponents(dtype: DType, bits: Bits) -> NDArray[np.uint64]:
@@ -96,8 +96,8 @@ def choose(dtype: DType, before: Bits, positions: NDArray[np.uint32], values: Bi
     if not dtype.is_float:
         return np.empty(0, np.uint8)
     scale = 1
-    if len(before) >= _ELEMENTS_ALL_BELOW and len(positions) >= _CHANGES_ALL_BELOW:
-        scale, sampled = _SAMPLE_SCALE, _in_sample(positions)
+    if len(before) >= ELEMENTS_ALL_BELOW and len(positions) >= CHANGES_ALL_BELOW:
+        scale, sampled = SAMPLE_SCALE, _in_sample(positions)
         positions, values = positions[sampled], values[sampled]
     were = before[positions]
     symbols = rans.buckets(zigzag_steps(dtype, were, values))[0]
@@ -111,7 +111,7 @@ def choose(dtype: DType, before: Bits, positions: NDArray[np.uint32], values: Bi
     while joined:
         growth = [_cost(*joined[i]) - costs[i] - costs[i + 1] for i in range(len(joined))]
         i = int(np.argmin(growth))
-        if len(groups) <= _CLASSES_WANTED and growth[i] > _CLASS_COST_BITS << 12:
+        if len(groups) <= CLASSES_WANTED and growth[i] > CLASS_COST_BITS << 12:
             break
         groups[i : i + 2] = [joined[i]]
         costs[i : i + 2] = [_cost(*joined[i])]
@@ -146,15 +146,15 @@ def _from_ordinal(dtype: DType, ordinal: Bits) -> Bits:
 
 def _in_sample(positions: NDArray[np.integer]) -> NDArray[np.bool_]:
     """Which positions belong to the fixed sample of a large block."""
-    found: NDArray[np.bool_] = positions % (_SAMPLE_RUN * _SAMPLE_SCALE) < _SAMPLE_RUN
+    found: NDArray[np.bool_] = positions % (SAMPLE_RUN * SAMPLE_SCALE) < SAMPLE_RUN
     return found
 
 
 def _population(dtype: DType, before: Bits) -> NDArray[np.int64]:
     """How many elements have each exponent: counted in small blocks, estimated from the sample in large ones."""
     scale = 1
-    if len(before) >= _ELEMENTS_ALL_BELOW:
-        scale, before = _SAMPLE_SCALE, before[_in_sample(np.arange(len(before)))]
+    if len(before) >= ELEMENTS_ALL_BELOW:
+        scale, before = SAMPLE_SCALE, before[_in_sample(np.arange(len(before)))]
     return np.bincount(exponents(dtype, before).astype(np.int64), minlength=dtype.exponent_mask + 1) * scale
 
 
@@ -285,7 +285,7 @@ def encode_changes(old: Region, positions: Positions, values: Bits) -> tuple[boo
     steps = zigzag_steps(old.dtype, before[positions], values)
     relative = rans.encode_buckets(steps[by_class], counts)
     # Steps this long are not small moves of old values; the new values by themselves may be shorter.
-    wide = 8 * len(relative) > _STEP_BITS_WIDE * len(positions)
+    wide = 8 * len(relative) > STEP_BITS_WIDE * len(positions)
     planes = _encode_planes(values, old.dtype) if wide else relative
     absolute = len(planes) < len(relative)
     out += planes if absolute else relative
@@ -360,7 +360,7 @@ def _part(region: Region, start: int, stop: int) -> Region:
 
 
 _RAW, _CODED = 0, 1
-_STEP_BITS_WIDE = 6
+STEP_BITS_WIDE = 6
 
 
 def _encode_planes(bits: Bits, dtype: DType) -> bytes:

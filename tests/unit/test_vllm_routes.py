@@ -19,7 +19,7 @@ from deltasync.errors import (
     NotFoundError,
     StoreError,
 )
-from deltasync.vllm.server import Guard, add_routes
+from deltasync.vllm.server import Replica, TokenMiddleware, add_routes
 
 TOKEN = "s3cret-täken"
 ALLOWED = {"authorization": b"Bearer " + TOKEN.encode()}
@@ -28,15 +28,14 @@ ALLOWED = {"authorization": b"Bearer " + TOKEN.encode()}
 class Server:
     """What an API server has: a follower of a real feed, with a target in this process."""
 
-    way = "push"
-
     def __init__(self, *, versions: int = 3, token: str | None = TOKEN, root: str = "", is_up: bool = True) -> None:
         self.feed = Feed.of(versions)
         self.target = TorchTarget(self.feed.states[0].layout)
         self.follower = follower(self.feed.store, self.target, replica="me")
+        replica = Replica(self.follower, self.target, way="push")
         app = FastAPI(root_path=root)
-        add_routes(app, lambda: self if is_up else None)
-        app.add_middleware(Guard, token=token)
+        add_routes(app, lambda: replica if is_up else None)
+        app.add_middleware(TokenMiddleware, token=token)
 
         @app.get("/v1/models")
         @app.get("/deltasyncs")

@@ -1,18 +1,23 @@
-"""The engine behind an API server, called from another thread than that of its event loop."""
+"""The engine behind an API server, called from another thread than that of its event loop, and the replica's thread."""
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.feeds import Feed
+from support.replicas import TorchTarget, follower
 
+from deltasync import parallel
 from deltasync.errors import EngineError
 from deltasync.vllm import server
 from deltasync.vllm.labels import Labels
-from deltasync.vllm.server import ServerEngine
-from deltasync.vllm.settings import PauseMode
+from deltasync.vllm.server import Replica, ServerEngine
+from deltasync.vllm.settings import PauseMode, Way
 
 
 class Client:
@@ -106,6 +111,50 @@ def test_an_engine_that_does_not_answer(loop: asyncio.AbstractEventLoop, monkeyp
     # Nothing is left that would go on later.
     waiting = asyncio.run_coroutine_threadsafe(_others(), loop).result()
     assert waiting == 0
+
+
+@pytest.mark.parametrize("way", ["pull", "push"])
+def test_a_server_follows_only_if_it_pulls(way: Way) -> None:
+    feed = Feed.of(2)
+    target = TorchTarget(feed.states[0].layout)
+    replica = Replica(follower(feed.store, target), target, way=way)
+    before = threading.active_count()
+    replica.start()
+    try:
+        if way == "pull":
+            assert replica.follower.wait_live(timeout_s=60) == 1
+        else:
+            assert threading.active_count() == before
+            assert replica.advance(None)["version"] == 1
+        assert replica.status()["is_following"] is (way == "pull")
+    finally:
+        replica.close()
+    assert not replica.status()["is_following"]
+    assert replica.follower.error is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux only")
+def test_the_follower_yields_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every thread that following starts has a lower priority; that of the server stays as it is."""
+    monkeypatch.setattr(parallel, "_pools", parallel._Pools())
+    ours, others = niceness(threading.main_thread()), set(threading.enumerate())
+    feed = Feed.of(3)
+    target = TorchTarget(feed.states[0].layout)
+    replica = Replica(follower(feed.store, target), target, way="pull")
+    replica.start()
+    try:
+        replica.follower.wait_live(timeout_s=60)
+        started = [niceness(thread) for thread in set(threading.enumerate()) - others]
+    finally:
+        replica.close()
+    assert started
+    assert all(found == max(ours, 10) for found in started)
+    assert niceness(threading.main_thread()) == ours
+
+
+def niceness(thread: threading.Thread) -> int:
+    assert thread.native_id is not None
+    return os.getpriority(os.PRIO_PROCESS, thread.native_id)
 
 
 async def _others() -> int:

@@ -10,7 +10,7 @@ import pytest
 from deltasync.errors import CorruptError
 from deltasync.format.layout import DTYPES, TensorSpec
 from deltasync.format.safetensors import header_bytes
-from deltasync.vllm.stage import SPAN, Segment, read_stage, segments, write_stage
+from deltasync.vllm.stage import SEGMENT_ELEMENTS, Segment, read_stage, segments, write_stage
 
 Parts = list[tuple[list[int], list[int]]]
 
@@ -37,8 +37,11 @@ PARTS: dict[str, tuple[Parts, dict[int, int]]] = {
     "not ascending, as a transposed tensor has it": ([([9, 1, 5], [90, 10, 50])], {1: 10, 5: 50, 9: 90}),
     "one part is empty": ([([], []), ([4], [1])], {4: 1}),
     "nothing at all": ([([], []), ([], [])], {}),
-    "on both sides of 2**32": ([([SPAN - 1, SPAN, 5 * SPAN + 3], [1, 2, 3])], {SPAN - 1: 1, SPAN: 2, 5 * SPAN + 3: 3}),
-    "2**32 apart is not the same place": ([([4], [1]), ([4 + SPAN], [2])], {4: 1, 4 + SPAN: 2}),
+    "on both sides of 2**32": (
+        [([SEGMENT_ELEMENTS - 1, SEGMENT_ELEMENTS, 5 * SEGMENT_ELEMENTS + 3], [1, 2, 3])],
+        {SEGMENT_ELEMENTS - 1: 1, SEGMENT_ELEMENTS: 2, 5 * SEGMENT_ELEMENTS + 3: 3},
+    ),
+    "2**32 apart is not the same place": ([([4], [1]), ([4 + SEGMENT_ELEMENTS], [2])], {4: 1, 4 + SEGMENT_ELEMENTS: 2}),
 }
 
 
@@ -51,8 +54,8 @@ def test_parts_become_segments_and_a_file(parts: Parts, wanted: dict[int, int], 
     for segment in found:
         assert (segment.storage, segment.positions.dtype, segment.values.dtype) == (3, np.uint32, np.dtype(f"u{width}"))
         assert (np.diff(segment.positions.astype(np.int64)) > 0).all()
-        assert segment.first % SPAN == 0
-    assert len(found) == len({place // SPAN for place in wanted})
+        assert segment.first % SEGMENT_ELEMENTS == 0
+    assert len(found) == len({place // SEGMENT_ELEMENTS for place in wanted})
     path = tmp_path / "stage"
     assert write_stage(path, found) == path.stat().st_size
     again = read_stage(path)
@@ -65,7 +68,7 @@ def test_storages_of_all_widths_in_one_file(tmp_path: Path) -> None:
     wanted = {
         storage: np.array([0, 1, 2 ** (8 * width) - 1], f"u{width}") for storage, width in enumerate((1, 8, 2, 4, 1))
     }
-    places = np.array([0, 7, SPAN - 1], np.int64)
+    places = np.array([0, 7, SEGMENT_ELEMENTS - 1], np.int64)
     found = [segment for storage, values in wanted.items() for segment in segments(storage, [(places, values)])]
     write_stage(tmp_path / "stage", found)
     again = {segment.storage: segment for segment in read_stage(tmp_path / "stage")}

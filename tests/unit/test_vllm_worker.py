@@ -134,7 +134,7 @@ def test_a_feed_of_another_type_than_the_model(size: int, old_type: torch.dtype,
 def test_a_flipped_bit_is_found_and_repaired(
     size: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(worker, "_COMPARE_ELEMENTS", piece)
     state = tensors(0)
     workers = Workers(state, size=size)
     known = described(workers, state)

@@ -1,6 +1,6 @@
-"""In the worker processes: vLLM's weight transfer engine of this backend.
+"""In the worker processes: the weight transfer engine that vLLM creates for this backend.
 
-A server follows its feed by `server`, which calls `worker` through a collective call. The methods here are vLLM's own
+A server follows its feed in `server`, which calls `worker` through a collective call. The methods here are vLLM's own
 protocol, for programs that drive an engine without our routes, such as `LLM.update_weights`.
 """
 
@@ -26,7 +26,7 @@ from deltasync.vllm.worker import RuntimeWeights
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the weights come from; without a feed, what the environment says."""
+    """Where the weights come from. Without a feed, the environment says."""
 
     feed: str | None = None
     base: str | None = None
@@ -40,7 +40,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class DeltasyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Follows a feed when vLLM says so. Each worker has a mirror of its own in memory then."""
+    """Moves to a version when vLLM asks for it. Each worker then has a mirror of its own in memory."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -51,58 +51,46 @@ class DeltasyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self.runtime = RuntimeWeights(model, vllm_config.model_config, vllm_config.parallel_config.rank)
-        self._following: _Following | None = None
+        self._follower: Follower | None = None
+        self._held = ExitStack()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open the feed. Nothing is fetched yet."""
+        self._open(init_info)
+
+    def start_weight_update(self) -> None:
+        """Do nothing: `receive_weights` writes a whole version."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Fetch and write a version. The engine waits for it; with `deltasync serve` it generates in the meantime."""
+        follower = self._open(InitInfo()) if self._follower is None else self._follower
+        follower.advance(to=update_info.version)
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: `receive_weights` writes a whole version."""
+
+    def shutdown(self) -> None:
+        """Release the feed and the mirror."""
+        self._follower = None
+        self._held.close()
+
+    def _open(self, init_info: InitInfo) -> Follower:
         self.shutdown()
         if init_info.feed is None:
             settings = Settings.from_environment()
         else:
             settings = Settings(init_info.feed, base=None if init_info.base is None else Path(init_info.base))
-        self._following = _Following(settings, _OwnWorker(self.runtime, str(self.model_config.model)))
-
-    def start_weight_update(self) -> None:
-        """Nothing: a version is written in one go."""
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Fetch and write a version. The engine waits meanwhile: `deltasync serve` fetches beside it."""
-        if self._following is None:
-            self.init_transfer_engine(InitInfo())
-        assert self._following is not None
-        self._following.advance(update_info.version)
-
-    def finish_weight_update(self) -> None:
-        """Nothing."""
-
-    def shutdown(self) -> None:
-        """Give back the feed and the mirror."""
-        if self._following is not None:
-            self._following.close()
-            self._following = None
-
-
-class _Following:
-    """What one worker follows by itself, with a mirror in shared memory."""
-
-    def __init__(self, settings: Settings, engine: "_OwnWorker") -> None:
-        self._memory = ExitStack()
-        folder = self._memory.enter_context(memory_folder())
-        self._target = VllmTarget(engine, folder=folder, is_whole=False)
-        self._follower = Follower(
-            settings.feed, self._target, mirror=folder / "mirror.safetensors", base=settings.base, beat_s=None
+        folder = self._held.enter_context(memory_folder())
+        target = VllmTarget(_OwnWorker(self.runtime, str(self.model_config.model)), folder=folder, is_whole=False)
+        mirror = folder / "mirror.safetensors"
+        self._follower = self._held.enter_context(
+            Follower(settings.feed, target, mirror=mirror, base=settings.base, beat_s=None)
         )
-
-    def advance(self, version: int | None) -> None:
-        self._follower.advance(to=version)
-
-    def close(self) -> None:
-        self._follower.close()
-        self._memory.close()
+        return self._follower
 
 
 class _OwnWorker:
-    """An `Engine` of the worker that it runs in. Whoever called has paused generation, and sets the label."""
+    """An `Engine` of the worker that it runs in. The caller of vLLM's protocol pauses generation and sets labels."""
 
     def __init__(self, runtime: RuntimeWeights, checkpoint: str) -> None:
         self._runtime = runtime
@@ -113,10 +101,10 @@ class _OwnWorker:
         return [getattr(self._runtime, method)(*args)]
 
     def pause(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def resume(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def label(self, version: int) -> None:
-        """Nothing."""
+        """Do nothing."""

@@ -1,6 +1,6 @@
-"""Which version made an answer: response headers of every OpenAI-compatible route.
+"""In the API server: response headers that say which version produced an answer, on every OpenAI-compatible route.
 
-The versions come from vLLM itself, which notes the one that each token was sampled under.
+The versions come from vLLM itself, which records the one that each token was sampled under.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
@@ -23,13 +23,13 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def route_path(scope: Message) -> str:
-    """The path that routes are found by: without the prefix that `--root-path` adds."""
+    """The path that routes are matched by: without the prefix that `--root-path` adds."""
     path, root = str(scope.get("path", "")), str(scope.get("root_path", ""))
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 class Labels:
-    """The version that is live; `none` before the first one."""
+    """The label of the live version; `none` before the first one."""
 
     def __init__(self) -> None:
         self.current = _NONE
@@ -39,31 +39,31 @@ class Answer:
     """The versions of the tokens of one response."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, int], list[str]] = {}
+        self._labels: dict[tuple[str, int], list[str]] = {}
 
     def note(self, output: Any, current: str) -> None:
-        """Look at an output of vLLM. The last one of each completion has the versions of all its tokens."""
+        """Read an output of vLLM. The last one of each completion has the versions of all its tokens."""
         for completion in output.outputs:
             key = output.request_id, completion.index
             if completion.weight_versions:
-                self._found[key] = [_label(span.version) for span in completion.weight_versions]
+                self._labels[key] = [_label(span.version) for span in completion.weight_versions]
             else:
-                self._found.setdefault(key, [current])
+                self._labels.setdefault(key, [current])
 
     def versions(self, current: str) -> tuple[str, str]:
         """The oldest and the newest version; `current` twice if there is no token."""
-        found = sorted({v for versions in self._found.values() for v in versions}, key=_number)
-        return (found[0], found[-1]) if found else (current, current)
+        ordered = sorted({label for labels in self._labels.values() for label in labels}, key=_number)
+        return (ordered[0], ordered[-1]) if ordered else (current, current)
 
 
 _answer: ContextVar[Answer | None] = ContextVar("deltasync_answer", default=None)
 
 
 def note_versions(client: Any, labels: Labels) -> None:
-    """Let every request that an engine client serves be noted for the response that it belongs to."""
+    """Wrap `generate` of an engine client, so that each output is noted for the response that it belongs to."""
     generate = client.generate
 
-    async def noted(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    async def generate_and_note(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         answer = _answer.get()
         async with aclosing(generate(*args, **kwargs)) as outputs:
             async for output in outputs:
@@ -71,11 +71,11 @@ def note_versions(client: Any, labels: Labels) -> None:
                     answer.note(output, labels.current)
                 yield output
 
-    client.generate = noted
+    client.generate = generate_and_note
 
 
-class Labelling:
-    """ASGI middleware that adds the headers to answers of `/v1/`."""
+class LabelMiddleware:
+    """ASGI middleware that adds the headers to the answers of `/v1/`."""
 
     def __init__(self, app: App, labels: Labels) -> None:
         self._app = app
@@ -92,7 +92,7 @@ class Labelling:
 
 
 class _Response:
-    """One response. Its first bytes wait for its first token, whose version the header tells."""
+    """One response. Its headers are held back until its first token, whose version they contain."""
 
     def __init__(self, send: Send, answer: Answer, labels: Labels) -> None:
         self._send = send
@@ -112,20 +112,20 @@ class _Response:
             self._is_stream = any(key == b"content-type" and value.startswith(_EVENTS) for key, value in headers)
             await self._send({**start, "headers": headers})
         if self._is_stream and not message.get("more_body", False) and first != last:
-            # Headers are gone by now. A line that begins with a colon is a comment, which clients pass over.
+            # The headers are sent by now. A line that starts with a colon is a comment, which clients ignore.
             message = {**message, "body": message.get("body", b"") + b": %s: %s\n\n" % (LAST, last.encode())}
         await self._send(message)
 
 
 def _headers(first: str, last: str) -> list[tuple[bytes, bytes]]:
-    found = [(VERSION, first.encode())]
+    headers = [(VERSION, first.encode())]
     if first != last:
-        found += [(FIRST, first.encode()), (LAST, last.encode())]
-    return found
+        headers += [(FIRST, first.encode()), (LAST, last.encode())]
+    return headers
 
 
 def _label(weight_version: str) -> str:
-    """vLLM says `default` for the weights that it was started with."""
+    """vLLM's name for a version as a label. It calls the weights that it was started with `default`."""
     return weight_version if weight_version.isdecimal() else _NONE
 
 

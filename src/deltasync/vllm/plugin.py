@@ -1,4 +1,4 @@
-"""The `vllm.general_plugins` entry point, which vLLM calls in each of its processes."""
+"""In every process: the `vllm.general_plugins` entry point."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ BACKEND = "deltasync"
 
 
 def register() -> None:
-    """Make the backend known. vLLM may call this several times in one process."""
+    """Register the backend. vLLM may call this several times in one process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.v1.worker.gpu_worker import Worker
 
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, "deltasync.vllm.engine", "DeltasyncEngine")
-    # What `--worker-extension-cls` would add, without a second flag: a method that a collective call can name.
-    Worker.deltasync = _call_engine
+    # The method that collective calls name. `--worker-extension-cls` would add it, too, but is one more flag to set.
+    Worker.deltasync = _call_runtime
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -24,12 +24,12 @@ def register() -> None:
 
 
 def is_used(config: Any) -> bool:
-    """Whether a config of vLLM asks for this backend."""
+    """Whether a config of vLLM selects this backend."""
     transfer = getattr(config, "weight_transfer_config", None)
     return transfer is not None and transfer.backend == BACKEND
 
 
-def _call_engine(worker: Any, method: str, *args: Any) -> Any:
+def _call_runtime(worker: Any, method: str, *args: Any) -> Any:
     """Call a method of the worker's `RuntimeWeights`."""
     from vllm.config import set_current_vllm_config
 
@@ -38,7 +38,7 @@ def _call_engine(worker: Any, method: str, *args: Any) -> Any:
 
 
 def keep_plain_weights() -> None:
-    """Has effect on models that are loaded from now on with this backend."""
+    """Make vLLM keep unpacked linear weights on a CPU, for models that are loaded from now on with this backend."""
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -56,7 +56,7 @@ def keep_plain_weights() -> None:
         was_set_up = method.moe_kernel is not None
         set_up(method, layer, **weights)
         if was_set_up:
-            # vLLM packs only at the first time, and would go on with the plain weights of the second.
+            # vLLM packs only the first time, and would compute with plain weights after the second.
             method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     utils.dispatch_cpu_unquantized_gemm = keep

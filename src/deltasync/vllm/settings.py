@@ -1,4 +1,4 @@
-"""The settings of a server, from its environment, and its folder in shared memory."""
+"""In the API server: its settings, from the environment, and its folder in shared memory."""
 
 import os
 import shutil
@@ -15,15 +15,21 @@ from deltasync.files import locked
 PauseMode = Literal["keep", "abort", "wait"]
 Way = Literal["pull", "push"]
 
+_PREFIX = "DELTASYNC_"
+_OFF = "off"
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`DELTASYNC_*` variables.
+    """The `DELTASYNC_*` variables.
 
-    `token`: what control routes ask for; without one they answer nobody. `way`: `pull` follows by itself, `push` moves
-    only when told. `pause`: what becomes of requests in flight at a switch. `mirror`: a file for the mirror, which
-    survives restarts; without one it lies in shared memory while the server runs. `scrub_s`: live memory is compared
-    with the mirror in about this time, over and over; None does not.
+    `token`: what the control routes require; without one they refuse every request.
+    `way`: with `pull` the server follows the feed, with `push` it moves only on `POST /deltasync/advance`.
+    `pause`: what happens to the requests in flight at a switch.
+    `mirror`: a file for the mirror, which survives restarts; by default the mirror is in shared memory.
+    `base`: a local copy of the checkpoint that the feed began with.
+    `replica`: the id in heartbeats; random by default.
+    `scrub_s`: compare live memory with the mirror about once in this many seconds; None does not.
     """
 
     feed: str
@@ -37,7 +43,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Settings":
-        """InvalidInputError that names the variable that is wrong."""
+        """The settings of this process. InvalidInputError names the variable that is wrong."""
         values = {
             name.removeprefix(_PREFIX).lower(): value
             for name, value in environment.items()
@@ -50,25 +56,17 @@ class Settings:
             token=values.get("token"),
             way=cast(Way, _one_of("way", values.get("way", "pull"), get_args(Way))),
             pause=cast(PauseMode, _one_of("pause", values.get("pause", "keep"), get_args(PauseMode))),
-            mirror=_path(values.get("mirror")),
-            base=_path(values.get("base")),
+            mirror=Path(values["mirror"]) if "mirror" in values else None,
+            base=Path(values["base"]) if "base" in values else None,
             replica=values.get("replica"),
             scrub_s=_seconds("scrub_s", values.get("scrub_s", "3600")),
         )
-
-
-_PREFIX = "DELTASYNC_"
-_OFF = "off"
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise _wrong(name, value, f"one of {', '.join(allowed)}")
     return value
-
-
-def _path(value: str | None) -> Path | None:
-    return None if value is None else Path(value)
 
 
 def _seconds(name: str, value: str) -> float | None:
@@ -89,35 +87,35 @@ def _wrong(name: str, value: str, wanted: str) -> InvalidInputError:
 
 @contextmanager
 def memory_folder(parent: Path | None = None) -> Iterator[Path]:
-    """A new folder that nobody else may look into; it is gone at the end of the block.
+    """A new private folder, which is removed at the end of the block.
 
-    It is in shared memory where there is such a thing, unless a `parent` is given.
+    It is in shared memory where the system has that, unless a `parent` is given.
     """
-    place = _shared() if parent is None else parent
+    place = _shared_memory() if parent is None else parent
     # A killed server cannot clean up, and its mirror is as large as the model: a second one would fill the memory.
     prefix = f"deltasync-{os.getuid()}"
     with ExitStack() as held:
         with locked(place / prefix, wait=True):
-            _sweep(place, prefix)
+            _remove_abandoned(place, prefix)
             folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=place))
-            held.enter_context(locked(_user(folder)))
+            held.enter_context(locked(_lock_of(folder)))
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sweep(place: Path, prefix: str) -> None:
-    """Remove folders whose process is gone: a lock is given back by the system."""
-    for found in place.glob(f"{prefix}-*/"):
-        with suppress(InvalidInputError), locked(_user(found)):
-            shutil.rmtree(found, ignore_errors=True)
+def _remove_abandoned(place: Path, prefix: str) -> None:
+    """Remove the folders of processes that have ended: the system has released their locks."""
+    for folder in place.glob(f"{prefix}-*/"):
+        with suppress(InvalidInputError), locked(_lock_of(folder)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _user(folder: Path) -> Path:
+def _lock_of(folder: Path) -> Path:
     return folder / "used"
 
 
-def _shared() -> Path:
+def _shared_memory() -> Path:
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())

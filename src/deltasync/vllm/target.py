@@ -1,4 +1,4 @@
-"""In the API server: a vLLM engine as a target. Stage beside it, pause, write, label, resume."""
+"""In the API server: a vLLM engine as a target. Stage while it generates, then pause, write, label and resume."""
 
 import logging
 import time
@@ -18,10 +18,14 @@ from deltasync.torch.tensors import bits_dtype, torch_dtype
 from deltasync.vllm.stage import Segment, segments, write_stage
 from deltasync.vllm.tracing import Copy, Indices, is_covered
 
+logger = logging.getLogger(__name__)
+
+_HINT = "serve the model that is trained, in the same layout"
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What one worker told of itself: its copies by tensor, and the element type of each of its storages."""
+    """What one worker reports: its copies by tensor, and the element type of each of its storages."""
 
     copies: Mapping[str, Sequence[Copy]]
     errors: Mapping[str, str]
@@ -30,21 +34,21 @@ class Rank:
     types: Sequence[torch.dtype]
 
     @classmethod
-    def from_json(cls, message: Mapping[str, Any]) -> "Rank":
-        """What `RuntimeWeights.describe` gave."""
+    def from_json(cls, description: Mapping[str, Any]) -> "Rank":
+        """The worker that `RuntimeWeights.describe` describes."""
         return cls(
-            {name: [Copy.from_json(fields) for fields in copies] for name, copies in message["copies"].items()},
-            message["errors"],
-            message["computed"],
-            message["unfilled"],
-            [getattr(torch, name) for name in message["types"]],
+            {name: [Copy.from_json(fields) for fields in copies] for name, copies in description["copies"].items()},
+            description["errors"],
+            description["computed"],
+            description["unfilled"],
+            [getattr(torch, name) for name in description["types"]],
         )
 
 
 class EngineMap:
-    """Which tensors the map knows, and where changes of them go. The others are left to vLLM's loader.
+    """The tensors that are written through the map, and where their changes go. vLLM's loader takes the others.
 
-    `is_whole`: these are all workers of the engine, so that every element must be with one of them.
+    `is_whole`: these are all workers of the engine, so every element must be in one of them.
     """
 
     def __init__(self, layout: Layout, ranks: Sequence[Rank], *, is_whole: bool = True) -> None:
@@ -58,7 +62,7 @@ class EngineMap:
         }
 
     def require_served(self) -> None:
-        """MismatchError if the feed is of another model: it names a tensor that does not fit, or what is missing."""
+        """MismatchError if the feed is of another model; it names a tensor that does not fit or is missing."""
         for spec in self.layout.tensors:
             for rank in self._ranks:
                 if spec.name in rank.errors and not any(spec.name in other.copies for other in self._ranks):
@@ -69,7 +73,7 @@ class EngineMap:
             raise _other_model(f"the feed has nothing for the model's parameter {min(unfilled)!r:.200}")
 
     def _require_fits(self, spec: TensorSpec) -> None:
-        """The loader cuts what is too large and casts what is of another kind, without a word."""
+        """MismatchError for a tensor that the loader would silently cut, or cast between integers and floats."""
         copies = self._copies(spec.name)
         if self._is_whole and self._is_copied(spec.name) and any(copies) and not is_covered(spec.elements, copies):
             raise _other_model(f"the model takes only a part of {spec}")
@@ -80,7 +84,7 @@ class EngineMap:
                     raise _other_model(f"the model has {stored} in place of {spec}")
 
     def keep(self, proved: Iterable[str]) -> None:
-        """Go by the map only where it was proved."""
+        """Use the map only for these tensors."""
         self._known &= set(proved)
 
     def is_known(self, ordinal: int) -> bool:
@@ -100,19 +104,19 @@ class EngineMap:
         return [spec.name for spec in self.layout.tensors if spec.name not in self._known]
 
     def touched_unknown(self, changes: Iterable[Changes]) -> list[str]:
-        """Tensors with changes that the loader has to take. Blocks cover tensors without any, too."""
+        """The changed tensors that the loader has to take. A block also covers tensors without changes."""
         ordinals: set[int] = set()
-        for part in changes:
-            ends = np.cumsum(part.runs[:, 2])
-            cuts = ends if part.positions is None else np.searchsorted(part.positions, ends)
-            ordinals.update(part.runs[np.diff(cuts, prepend=0) > 0, 0].tolist())
+        for block in changes:
+            ends = np.cumsum(block.runs[:, 2])
+            cuts = ends if block.positions is None else np.searchsorted(block.positions, ends)
+            ordinals.update(block.runs[np.diff(cuts, prepend=0) > 0, 0].tolist())
         return [self.layout.tensors[o].name for o in sorted(ordinals) if not self.is_known(o)]
 
     def segments(self, rank: int, changes: Sequence[Changes]) -> Iterator[Segment]:
         """What the worker `rank` has to write; where changes overlap, the last one wins."""
-        found: dict[int, list[tuple[Indices, Bits]]] = {}
-        for part in changes:
-            for ordinal, indices, values in tensor_parts(self.layout, part):
+        writes: dict[int, list[tuple[Indices, Bits]]] = {}
+        for block in changes:
+            for ordinal, indices, values in tensor_parts(self.layout, block):
                 spec = self.layout.tensors[ordinal]
                 if spec.name not in self._known:
                     continue
@@ -120,12 +124,12 @@ class EngineMap:
                 for copy in self._ranks[rank].copies.get(spec.name, ()):
                     which, places = copy.locate(wide)
                     bits = _as_stored(spec, values[which], self._ranks[rank].types[copy.storage])
-                    found.setdefault(copy.storage, []).append((places, bits))
-        for storage, parts in found.items():
-            yield from segments(storage, parts)
+                    writes.setdefault(copy.storage, []).append((places, bits))
+        for storage, pairs in writes.items():
+            yield from segments(storage, pairs)
 
     def _is_copied(self, name: str) -> bool:
-        """Whether the loaders do nothing with a tensor but to copy it."""
+        """Whether the loaders only copy a tensor."""
         return not any(name in rank.errors or name in rank.computed for rank in self._ranks)
 
     def _copies(self, name: str) -> list[Sequence[Copy]]:
@@ -133,7 +137,7 @@ class EngineMap:
 
 
 def _as_stored(spec: TensorSpec, values: Bits, stored: torch.dtype) -> Bits:
-    """The bits that a worker has for values of the feed: vLLM casts where its type is another."""
+    """The bits of values of the feed in a worker: vLLM casts them if its type differs."""
     if torch_dtype(spec.dtype) == stored:
         return values
     signed = torch.from_numpy(values.view(f"i{spec.dtype.width}"))
@@ -142,48 +146,45 @@ def _as_stored(spec: TensorSpec, values: Bits, stored: torch.dtype) -> Bits:
 
 
 def _other_model(message: str) -> MismatchError:
-    return MismatchError(message, rule="vllm.model", hint="serve the model that is trained, in the same layout")
-
-
-logger = logging.getLogger(__name__)
+    return MismatchError(message, rule="vllm.model", hint=_HINT)
 
 
 class Engine(Protocol):
-    """What a target needs of vLLM. Each method waits for its end, and raises EngineError if vLLM fails at it."""
+    """What the target needs of vLLM. Each method returns when it is done, and raises EngineError if vLLM fails."""
 
     @property
     def name(self) -> str:
-        """What this is, for people."""
+        """The engine and its release, for status and heartbeats."""
         ...
 
     @property
     def checkpoint(self) -> str:
-        """What the model was loaded from."""
+        """The checkpoint that the model was loaded from."""
         ...
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `RuntimeWeights` in every worker; what they returned, in the order of their ranks."""
+        """Call a method of `RuntimeWeights` in every worker; the results in the order of the ranks."""
         ...
 
     def pause(self) -> None:
-        """Hold generation, and forget what was computed with the present weights. Twice is once."""
+        """Pause generation and clear the caches. A paused engine stays paused."""
         ...
 
     def resume(self) -> None:
-        """Go on with generation."""
+        """Resume generation."""
         ...
 
     def label(self, version: int) -> None:
-        """Tokens have this version from now on."""
+        """Label the tokens from now on with this version."""
         ...
 
 
 class VllmTarget:
     """Writes versions into a running engine.
 
-    If anything fails after the first write, the engine stays paused: it answers nothing until a version is live, all of
-    it. `folder` is where stages are put for the workers; it should be in memory. `is_whole`: the engine's workers hold
-    all of the model, not only a part of it.
+    If anything fails after the first write, the engine stays paused: it answers nothing until a whole version is live.
+    `folder` is where stages are written for the workers; it should be in memory. `is_whole`: the workers of the engine
+    hold all of the model, not only a part of it.
     """
 
     def __init__(self, engine: Engine, *, folder: Path, is_whole: bool = True) -> None:
@@ -205,32 +206,30 @@ class VllmTarget:
 
     @property
     def reads_mirror(self) -> bool:
-        """Tensors that the map does not know are loaded from the mirror."""
+        """Whether there are tensors that vLLM's loader reads from the mirror."""
         return self._map is not None and bool(self._map.unknown)
 
     def require(self, layout: Layout) -> None:
-        """Build the map, and prove it by the checkpoint that the engine has loaded."""
+        """Build the map, and prove it against the checkpoint that the engine has loaded."""
         if self._map is not None:
             if self._map.layout != layout:
-                raise MismatchError("the feed has other tensors since", rule="vllm.layout", hint="restart the server")
+                raise MismatchError(
+                    "the feed now has other tensors than the server started with",
+                    rule="vllm.layout",
+                    hint="restart the server",
+                )
             return
-        ranks = [Rank.from_json(message) for message in self._engine.call("describe", layout.to_json())]
-        found = EngineMap(layout, ranks, is_whole=self._is_whole)
-        found.require_served()
-        missing = sorted(
-            {name for message in self._engine.call("missing", self._engine.checkpoint) for name in message}
-        )
+        ranks = [Rank.from_json(description) for description in self._engine.call("describe", layout.to_json())]
+        new = EngineMap(layout, ranks, is_whole=self._is_whole)
+        new.require_served()
+        missing = {name for names in self._engine.call("missing", self._engine.checkpoint) for name in names}
         if missing:
-            raise MismatchError(
-                f"the feed lacks {missing[0]!r:.200}, which the model was loaded with",
-                rule="vllm.model",
-                hint="serve the model that is trained, in the same layout",
-            )
-        self._is_proved = self._prove(found, self._engine.call("prove", self._engine.checkpoint))
-        self._map = found
+            raise _other_model(f"the feed lacks {min(missing)!r:.200}, which the model was loaded with")
+        self._is_proved = self._prove(new, self._engine.call("prove", self._engine.checkpoint))
+        self._map = new
 
     def stage(self, staged: Staged) -> None:
-        """Turn changes into places in the memory of each worker, and bring them there."""
+        """Translate the changes to the memory of each worker, and let the workers read them."""
         self._mirror = str(staged.path)
         if staged.changes is None:
             return
@@ -243,14 +242,14 @@ class VllmTarget:
     def commit(self, staged: Staged) -> float:
         """Pause, write, label, resume."""
         begun = time.perf_counter()
-        # Before the pause: one that fails may still hold the engine, which has to be brought here again then.
+        # Unknown already before the pause: a pause that fails may still stop the engine, which then needs a new commit.
         self._version = None
         self._engine.pause()
         try:
             self._write(staged)
         except EngineError as error:
-            # Values are absolute: writing all of them again mends what was written in part.
-            logger.warning("version %d was not written, once more: %s", staged.version, error)
+            # Values are absolute, so writing all of them again repairs a partial write.
+            logger.warning("version %d was not written and is written again: %s", staged.version, error)
             self._write(staged)
         self._engine.label(staged.version)
         self._engine.resume()
@@ -258,20 +257,20 @@ class VllmTarget:
         return time.perf_counter() - begun
 
     def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
-        """Compare live memory with the mirror, through the map; tensors that it does not know are passed over.
+        """Compare live memory with the mirror; tensors that the map does not know are skipped.
 
-        To compare needs no pause. To repair does: what was computed with damaged weights has to be forgotten.
+        Only a repair pauses the engine: the caches were computed with damaged weights and must be cleared.
         """
         known = self._require_map()
         ordinals = [ordinal for ordinal in tensors if known.is_known(ordinal)]
-        found = self._compare(ordinals, repair=False)
-        if found and repair:
+        differing = self._compare(ordinals, repair=False)
+        if differing and repair:
             version, self._version = self._version, None
             self._engine.pause()
-            self._compare(sorted(found), repair=True)
+            self._compare(sorted(differing), repair=True)
             self._engine.resume()
             self._version = version
-        return [Damage(known.layout.tensors[ordinal].name, count) for ordinal, count in sorted(found.items())]
+        return [Damage(known.layout.tensors[ordinal].name, count) for ordinal, count in sorted(differing.items())]
 
     def _write(self, staged: Staged) -> None:
         known = self._require_map()
@@ -282,7 +281,7 @@ class VllmTarget:
             self._engine.call("copy", self._mirror, known.known)
             self._load(known.unknown)
         else:
-            # Nothing says that the map is right but the loader: whatever it puts elsewhere is left to it.
+            # The loader is the only proof of the map here: tensors that it puts elsewhere are left to it.
             self._load([spec.name for spec in known.layout.tensors])
             differing = self._compare(known.known, repair=False)
             self._keep(known, [t.name for ordinal, t in enumerate(known.layout.tensors) if ordinal not in differing])
@@ -293,19 +292,20 @@ class VllmTarget:
             self._engine.call("load", self._mirror, list(names))
 
     def _compare(self, ordinals: Sequence[int], *, repair: bool) -> dict[int, int]:
-        """Differing elements by tensor, in all workers together."""
-        found: dict[int, int] = {}
-        for message in self._engine.call("compare", self._mirror, list(ordinals), repair):
-            for ordinal, count in message:
-                found[ordinal] = found.get(ordinal, 0) + count
-        return found
+        """The number of differing elements by tensor, in all workers together."""
+        differing: dict[int, int] = {}
+        for counts in self._engine.call("compare", self._mirror, list(ordinals), repair):
+            for ordinal, count in counts:
+                differing[ordinal] = differing.get(ordinal, 0) + count
+        return differing
 
-    def _prove(self, known: EngineMap, message: Sequence[list[str] | None]) -> bool:
-        """False if there is nothing to hold the map against."""
-        proved = [set(names) for names in message if names is not None]
-        if len(proved) != len(message):
+    def _prove(self, known: EngineMap, names_by_rank: Sequence[list[str] | None]) -> bool:
+        """Keep what every worker has proved; False if the checkpoint is not available to prove the map with."""
+        proved = [set(names) for names in names_by_rank if names is not None]
+        if len(proved) != len(names_by_rank):
             logger.info(
-                "%s is not here to prove the map by: the first version is loaded whole", self._engine.checkpoint
+                "%s is not available to prove the map with: vLLM's loader takes all of the first version",
+                self._engine.checkpoint,
             )
             return False
         self._keep(known, set.intersection(*proved))
@@ -315,7 +315,7 @@ class VllmTarget:
         known.keep(names)
         if known.unknown:
             logger.warning(
-                "%d of %d tensors do not lie in memory as they were loaded, such as %r: vLLM's loader takes them",
+                "%d of %d tensors are not in memory as they were loaded, such as %r: vLLM's loader takes them",
                 len(known.unknown),
                 len(known.layout.tensors),
                 known.unknown[0],
@@ -323,5 +323,5 @@ class VllmTarget:
 
     def _require_map(self) -> EngineMap:
         if self._map is None:
-            raise EngineError("the layout of the feed was not shown to the engine")
+            raise EngineError("the layout of the feed was not shown to the target", hint="call `require` first")
         return self._map

@@ -1,7 +1,7 @@
-"""The map from checkpoint to runtime coordinates, recorded from vLLM's own loader.
+"""In the worker processes: the map from checkpoint to runtime coordinates, recorded from vLLM's own loader.
 
 The loader runs over tensors without content, and its copies are recorded instead of performed. Each copy is strided, so
-the place of an element is found by divisions alone, for any kind of fusing and sharding.
+divisions alone give the place of an element, for any kind of fusing and sharding.
 """
 
 import math
@@ -19,15 +19,15 @@ from deltasync.format.layout import Layout
 from deltasync.torch.tensors import torch_dtype
 
 Indices = NDArray[np.int64]
-"""Flat places of elements, in a tensor of the checkpoint or in a storage of the worker."""
+"""Flat indices of elements, in a tensor of the checkpoint or in a storage of the worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A part of one checkpoint tensor, and the storage of a worker that it goes to.
+    """Elements of one checkpoint tensor, and where they go in a storage of a worker.
 
-    `source` and `target` are the first element's places, the strides count elements. Dimensions are in descending order
-    of the source's strides, and as few as can be.
+    `source` and `target` are the indices of the first element; strides count elements. Dimensions are in descending
+    order of the source's strides, and as few as possible.
     """
 
     storage: int
@@ -48,7 +48,7 @@ class Copy:
         target: int,
         target_strides: Iterable[int],
     ) -> "Copy":
-        """A copy in its shortest form: dimensions of one element are left out, neighbours joined."""
+        """A copy in its shortest form: without dimensions of one element, and with adjacent dimensions joined."""
         dims = [d for d in zip(shape, source_strides, target_strides, strict=True) if d[0] != 1]
         joined: list[tuple[int, int, int]] = []
         for size, there, here in sorted(dims, key=lambda dim: -dim[1]):
@@ -63,12 +63,12 @@ class Copy:
 
     @classmethod
     def from_json(cls, fields: list[object]) -> "Copy":
-        """What `to_json` gave."""
+        """The copy that `to_json` describes."""
         storage, shape, source, source_strides, target, target_strides = fields
         return cls(storage, tuple(shape), source, tuple(source_strides), target, tuple(target_strides))  # type: ignore[arg-type]
 
     def to_json(self) -> list[object]:
-        """For the way between processes."""
+        """The copy as JSON, for another process."""
         return [self.storage, self.shape, self.source, self.source_strides, self.target, self.target_strides]
 
     @property
@@ -77,7 +77,7 @@ class Copy:
 
     @property
     def part(self) -> tuple[object, ...]:
-        """Which elements of the tensor these are; equal for workers that hold the same."""
+        """Identifies the elements of the tensor; equal for workers that hold the same elements."""
         return self.shape, self.source, self.source_strides
 
     def locate(self, indices: Indices) -> tuple[slice | NDArray[np.bool_], Indices]:
@@ -100,7 +100,7 @@ class Copy:
 
 
 def is_covered(elements: int, ranks: Iterable[Iterable[Copy]]) -> bool:
-    """Whether the copies of all ranks can take every element of a tensor. Equal parts count once."""
+    """Whether the copies of all ranks can cover every element of a tensor. Equal parts count once."""
     parts = {copy.part: copy.elements for copies in ranks for copy in copies}
     return sum(parts.values()) >= elements
 
@@ -110,31 +110,31 @@ _aten = torch.ops.aten
 
 @dataclass(slots=True)
 class Trace:
-    """What the loader does with each tensor. `errors` has those that it does not take.
+    """What the loader does with each tensor. `errors` has the tensors that it rejects.
 
-    `computed` has those that it does something else with than to copy them, and the storages that the result goes to;
-    none if that cannot be told.
+    `computed` has the tensors that it does not only copy, with the storages that the result goes to; the set is empty
+    if these are not known.
     """
 
     copies: dict[str, list[Copy]] = field(default_factory=dict)
     computed: dict[str, set[int]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
-    """Parameters of the model that the loader says to have filled."""
+    """Parameters of the model that the loader reports as filled."""
 
     def storages(self, name: str) -> set[int]:
-        """Where a tensor goes to, as far as it was seen."""
+        """The storages that a tensor is known to go to."""
         return {copy.storage for copy in self.copies.get(name, ())} | self.computed.get(name, set())
 
     def filled(self) -> dict[int, int]:
         """How many elements of each storage are copied to."""
-        found: dict[int, int] = {}
+        elements: dict[int, int] = {}
         for copy in (copy for copies in self.copies.values() for copy in copies):
-            found[copy.storage] = found.get(copy.storage, 0) + copy.elements
-        return found
+            elements[copy.storage] = elements.get(copy.storage, 0) + copy.elements
+        return elements
 
     def unfilled(self, parameters: Iterable[tuple[str, int | None]]) -> list[str]:
-        """Of these parameters, each with its storage, those that no tensor goes to."""
+        """Those of the parameters, each given with its storage, that no tensor goes to."""
         if not all(self.computed.values()):
             return []
         filled = set().union(*(self.storages(name) for name in (*self.copies, *self.computed)))
@@ -142,7 +142,7 @@ class Trace:
 
 
 class Storages:
-    """The memory of a model's parameters and buffers, by ordinal; tied ones are one."""
+    """The memory of a model's parameters and buffers, by ordinal; tied parameters have one storage."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.flat: list[torch.Tensor] = []
@@ -154,7 +154,7 @@ class Storages:
                 self.flat.append(torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage))
 
     def ordinal(self, tensor: torch.Tensor) -> int | None:
-        """The storage that a view belongs to; None for memory of its own."""
+        """The storage that a tensor is a view of; None if it is not in one of the model's."""
         if tensor.is_meta:
             return None
         return self._ordinals.get(tensor.untyped_storage().data_ptr())
@@ -162,52 +162,53 @@ class Storages:
 
 def trace(model: Any, layout: Layout, storages: Storages) -> Trace:
     """What `model.load_weights` does with the tensors of a layout."""
-    found = Trace()
+    result = Trace()
     probes = {t.name: torch.empty(t.shape, dtype=torch_dtype(t.dtype), device="meta") for t in layout.tensors}
-    recorder = _Recorder(storages, probes, found)
+    recorder = _Recorder(storages, probes, result)
     waiting: Sequence[str] = [t.name for t in layout.tensors]
     while waiting:
         given: list[str] = []
         try:
             with torch.no_grad(), recorder:
-                found.loaded |= set(model.load_weights(_giving(probes, waiting, given)) or ())
-            return found
+                result.loaded |= set(model.load_weights(_pairs(probes, waiting, given)) or ())
+            return result
         except _NeedsContentError:
-            found.computed.setdefault(given[-1], set())
+            result.computed.setdefault(given[-1], set())
             waiting = waiting[len(given) :]
-        # Each architecture has its own loader, and raises what it likes for a tensor that it cannot take.
+        # Each architecture has its own loader, which may raise anything for a tensor that it cannot take.
         except Exception as error:  # noqa: BLE001
-            found.errors[given[-1]] = f"{type(error).__name__}: {error!s:.300}"
-            found.copies.pop(given[-1], None)
-            found.computed.pop(given[-1], None)
+            result.errors[given[-1]] = f"{type(error).__name__}: {error!s:.300}"
+            result.copies.pop(given[-1], None)
+            result.computed.pop(given[-1], None)
             waiting = waiting[len(given) :]
-    return found
+    return result
 
 
-def _giving(
+def _pairs(
     probes: Mapping[str, torch.Tensor], names: Sequence[str], given: list[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """The probes by name, each noted in `given` before the loader gets it."""
     for name in names:
         given.append(name)
         yield name, probes[name]
 
 
 class _NeedsContentError(Exception):
-    """The loader looks at the values of a tensor."""
+    """The loader reads the values of a tensor."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what becomes of probes in place of doing it. Nothing is written to any storage."""
+    """Records what the loader does with probes instead of doing it. Nothing is written to any storage."""
 
-    def __init__(self, storages: Storages, probes: Mapping[str, torch.Tensor], found: Trace) -> None:
+    def __init__(self, storages: Storages, probes: Mapping[str, torch.Tensor], result: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages = storages
         self._probes = {probe.untyped_storage()._cdata: name for name, probe in probes.items()}
         self._types = {name: probe.dtype for name, probe in probes.items()}
         self._derived: dict[int, set[str]] = {}
         self._kept: list[torch.Tensor] = []
-        """Storages are known by their address, so that none may be freed."""
-        self._found = found
+        """Storages are identified by their address, so none may be freed."""
+        self._trace = result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
@@ -216,14 +217,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise _NeedsContentError
         if names and func is _aten._to_copy.default:
             if args[0].is_meta and self._probe(args[0]) and kwargs.get("dtype") in (None, args[0].dtype):
-                # Only moved to another device, not cast: still the same elements.
+                # A move to another device without a cast: the elements are still the same.
                 return args[0]
             kwargs = {**kwargs, "device": "meta"}
         written = _written(func, args, kwargs)
         if not any(names or self._storages.ordinal(tensor) is not None for tensor in written if not tensor.is_meta):
             made = func(*args, **kwargs)
             for tensor in written:
-                # A probe that is written to is no longer what the checkpoint has.
+                # A probe that is written to no longer stands for the checkpoint's tensor.
                 self._probes.pop(tensor.untyped_storage()._cdata, None)
             self._derive(tree_leaves(made), names)
             return made
@@ -234,7 +235,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, func: Any, target: torch.Tensor, args: Any, names: set[str]) -> None:
         storage = self._storages.ordinal(target)
         if not names or not target.numel():
-            # What is written to parameters from elsewhere is padding, which is there already.
+            # A write to a parameter that does not come from a probe is padding, which is already there.
             return
         if storage is None:
             self._derive([target], names)
@@ -242,7 +243,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = self._probe(args[1]) if func is _aten.copy_.default else None
         if name is None or not self._is_plain(name, storage, target, args[1]):
             for name in names:
-                self._found.computed.setdefault(name, set()).add(storage)
+                self._trace.computed.setdefault(name, set()).add(storage)
             return
         source = args[1].expand(target.shape)
         copy = Copy.of(
@@ -253,10 +254,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             target=int(target.storage_offset()),
             target_strides=target.stride(),
         )
-        self._found.copies.setdefault(name, []).append(copy)
+        self._trace.copies.setdefault(name, []).append(copy)
 
     def _is_plain(self, name: str, storage: int, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Whether a copy takes elements as those of the checkpoint to elements as those of the storage."""
+        """Whether the copy is element by element, from the checkpoint's type to the storage's type."""
         given, stored = self._types[name], self._storages.flat[storage].dtype
         is_typed = (source.dtype, target.dtype) == (given, stored)
         is_bits = source.dtype == target.dtype and given == stored and given.itemsize == target.dtype.itemsize
@@ -266,7 +267,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._probes.get(tensor.untyped_storage()._cdata)
 
     def _names(self, leaf: Any) -> set[str]:
-        """The probes that a tensor was made from."""
+        """The names of the probes that a tensor was computed from."""
         if not isinstance(leaf, torch.Tensor):
             return set()
         name = self._probe(leaf)
@@ -285,5 +286,5 @@ def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tens
         return []
     arguments = func._schema.arguments
     given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
-    found = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]

@@ -160,7 +160,7 @@ def test_show(place: Path, capsys: Out) -> None:
     ):
         assert expected in told
     assert run("show", "feed", "3") == 0
-    assert "1 shards" in text(capsys)
+    assert "1 shard, " in text(capsys)
 
 
 def test_show_json(place: Path, capsys: Out) -> None:
@@ -265,10 +265,10 @@ def test_verify_damage(place: Path, capsys: Out) -> None:
     out, err = capsys.readouterr()
     assert f"damaged {keys.version_key(1)}: " in out
     assert "[payload.sha256]" in out
-    assert "takes version 1-2" in out
-    assert "lost: version 1-2" in out
+    assert "it costs versions 1-2" in out
+    assert "lost: versions 1-2" in out
     assert "3 versions decoded and proved: 0, 3-4" in out
-    assert err.startswith("error: feed: 1 damages, 2 versions lost")
+    assert err.startswith("error: feed: 1 damage, 2 versions lost")
     assert run("verify", "feed", "--deep", "--json") == 3
     found = json.loads(capsys.readouterr().out)
     assert (found["clean"], found["lost"], found["restorable"]) == (False, [1, 2], [0, 3, 4])
@@ -281,8 +281,8 @@ def test_verify_tells_of_orphans_bases_and_what_was_pruned(place: Path, capsys: 
     capsys.readouterr()
     assert run("verify", "feed") == 0
     told = text(capsys)
-    assert "pruned: version 0-2" in told
-    assert "1 payloads (5 B) that no manifest names" in told
+    assert "pruned: versions 0-2" in told
+    assert "not named by any manifest: 1 payload (5 B)" in told
     run("publish", "based", "c0", "--base", "nowhere/at/all")
     capsys.readouterr()
     assert run("verify", "based", "--deep", "--base", "no-copy") == 0
@@ -301,7 +301,7 @@ def test_prune_is_a_dry_run(place: Path, capsys: Out) -> None:
     assert {p for p in (place / "feed").rglob("*") if p.is_file()} == before
     assert all(line.startswith("payloads/") for line in told[:-1])
     assert len(told) == 5
-    assert "nothing was deleted: say --yes" in told[-1]
+    assert "nothing was deleted: pass --yes" in told[-1]
     assert "versions from 3 on stay" in told[-1]
     assert run("prune", "feed", *KEEP_ONE, "--yes") == 0
     assert text(capsys).splitlines()[:-1] == told[:-1]

@@ -18,7 +18,7 @@ from support.helpers import changed, state, write_sharded
 import deltasync
 from deltasync.cli import main as cli
 from deltasync.cli.common import print_table
-from deltasync.cli.replicas import prepare
+from deltasync.cli.replicas import prepare_launch
 from deltasync.errors import InvalidInputError
 from deltasync.feed.log import Log
 from deltasync.feed.prune import LIVE_S
@@ -76,7 +76,7 @@ def test_follow_a_folder_once(place: Path, capsys: Out) -> None:
     assert run("follow", "feed", "--target", "live", "--once", "--mirror", "mirror") == 0
     capsys.readouterr()
     assert run("follow", "feed", "--target", "live", "--once", "--mirror", "mirror") == 0
-    assert capsys.readouterr().out == "version 2 is live already\n"
+    assert capsys.readouterr().out == "version 2 is already live\n"
     assert run("follow", "feed", "--target", "live", "--once", "--mirror", "mirror", "--json") == 0
     again = json.loads(capsys.readouterr().out)
     assert (again["version"], again["from_version"], again["edges"], again["bytes"]) == (2, 2, [], 0)
@@ -278,7 +278,7 @@ def test_a_replica_with_other_bits_is_an_error(place: Path, capsys: Out) -> None
     out, err = capsys.readouterr()
     assert code == 3
     assert "DIFFERENT" in out
-    assert err.startswith("error: feed: 1 replicas do not have the digest of their version, such as 'bad'")
+    assert err.startswith("error: feed: 1 replica with another digest than that of the version served, such as 'bad'")
     assert run("status", "feed", "--json") == 3
     assert json.loads(capsys.readouterr().out)["replicas"][0]["digest_equal"] is False
 
@@ -324,7 +324,7 @@ GIVEN = {"FEED": "s3://bucket/run", "TOKEN": "t"}
     ],
 )
 def test_serve_adds_the_backend(arguments: list[str], added: tuple[str, ...]) -> None:
-    launch = prepare(arguments, GIVEN, environment={}, plugins=[])
+    launch = prepare_launch(arguments, GIVEN, environment={}, plugins=[])
     assert launch.command == (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments, *added)
 
 
@@ -342,7 +342,7 @@ def test_serve_adds_the_backend(arguments: list[str], added: tuple[str, ...]) ->
 )
 def test_serve_refuses_another_backend(arguments: list[str], told: str) -> None:
     with pytest.raises(InvalidInputError, match=told) as caught:
-        prepare(arguments, GIVEN, environment={}, plugins=[])
+        prepare_launch(arguments, GIVEN, environment={}, plugins=[])
     assert caught.value.hint is not None
 
 
@@ -359,13 +359,13 @@ def test_serve_refuses_another_backend(arguments: list[str], told: str) -> None:
 )
 def test_serve_allows_the_plugin_and_forbids_no_other(before: str | None, plugins: list[str], allowed: str) -> None:
     environment = {} if before is None else {"VLLM_PLUGINS": before}
-    assert prepare([], GIVEN, environment=environment, plugins=plugins).environment["VLLM_PLUGINS"] == allowed
+    assert prepare_launch([], GIVEN, environment=environment, plugins=plugins).environment["VLLM_PLUGINS"] == allowed
 
 
 def test_the_environment_of_a_server() -> None:
     before = {"PATH": "/bin", "DELTASYNC_WAY": "push", "DELTASYNC_PAUSE": "wait", "DELTASYNC_TOKEN": "old"}
     given = {**GIVEN, "WAY": None, "PAUSE": "abort", "MIRROR": "m", "SCRUB_S": "60", "REPLICA": "r"}
-    assert prepare([], given, environment=before, plugins=[]).environment == {
+    assert prepare_launch([], given, environment=before, plugins=[]).environment == {
         "PATH": "/bin",
         "VLLM_PLUGINS": "deltasync",
         "DELTASYNC_FEED": "s3://bucket/run",
@@ -426,4 +426,4 @@ def test_serve_becomes_the_server(place: Path, has_token: bool) -> None:
         assert told == ""
     else:
         assert len(environment["DELTASYNC_TOKEN"]) >= 32
-        assert told == f"the control routes ask for the token {environment['DELTASYNC_TOKEN']}\n"
+        assert told == f"the control routes require the token {environment['DELTASYNC_TOKEN']}\n"

@@ -11,7 +11,7 @@ from support.replicas import TorchTarget, follower
 
 from deltasync.errors import InvalidInputError
 from deltasync.replica.events import Counts, Seconds, Status
-from deltasync.replica.metrics import Exposition, FollowerCollector, register
+from deltasync.replica.metrics import FollowerCollector, exposition, register
 
 Samples = dict[tuple[str, str], float]
 
@@ -26,13 +26,13 @@ def test_a_follower_in_numbers() -> None:
     feed = Feed.of(3)
     target = TorchTarget(feed.states[0].layout)
     with follower(feed.store, target) as replica:
-        metrics = Exposition(replica.status)
-        before = samples(metrics.text())
+        metrics = exposition(replica.status)
+        before = samples(metrics())
         first = replica.advance(to=1)
         second = replica.advance()
         feed.delta()
         replica.scrub()
-        found = samples(metrics.text())
+        found = samples(metrics())
     assert first is not None
     assert second is not None
     assert ("deltasync_version", "") not in before
@@ -50,7 +50,7 @@ def test_a_follower_in_numbers() -> None:
 def test_all_that_is_counted_is_shown() -> None:
     counts = Counts(**{field.name: 10 + i for i, field in enumerate(fields(Counts))})
     status = Status("r", 3, 5, 2, 3, None, False, True, None, "StoreError: away", counts)
-    found = samples(Exposition(lambda: status).text())
+    found = samples(exposition(lambda: status)())
     totals = [value for (name, _), value in found.items() if name.endswith("_total")]
     assert sorted(totals) == [10 + i for i in range(len(fields(Counts)))]
     assert found["deltasync_repaired_elements_total", ""] == counts.repaired
@@ -65,7 +65,7 @@ def test_damage_is_counted() -> None:
         replica.advance()
         target.state["embed"].view(-1)[3] += 1
         replica.scrub()
-        found = samples(Exposition(replica.status).text())
+        found = samples(exposition(replica.status)())
     assert found["deltasync_damaged_elements_total", ""] == found["deltasync_repaired_elements_total", ""] == 1
 
 
@@ -83,7 +83,7 @@ def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     status = Status("r", None, None, None, None, None, False, False, None, None)
     with pytest.raises(InvalidInputError, match="prometheus-client") as caught:
-        Exposition(lambda: status)
+        exposition(lambda: status)
     assert caught.value.hint == "pip install 'deltasync[metrics]'"
     with pytest.raises(ImportError):
         register(lambda: status)

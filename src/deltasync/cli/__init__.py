@@ -1,1 +1,1 @@
-"""The command line: one file for each command. Results go to stdout, everything else to stderr."""
+"""The command line. Results go to stdout, everything else to stderr."""

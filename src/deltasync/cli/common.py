@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,73 +16,98 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from deltasync.errors import InvalidInputError
 from deltasync.format.manifest import Manifest
-from deltasync.parallel import Progress as Tell
-from deltasync.store import open_store
-from deltasync.store.protocol import Store
+from deltasync.parallel import Progress as ProgressCallback
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
     Commands = object
 
-
-def add_threads(parser: argparse.ArgumentParser) -> None:
-    """`--threads N`; as many as there are cores by default."""
-    parser.add_argument("--threads", type=positive, metavar="N", help="threads to use (default: one for each core)")
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """`--json`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-
-
-def require_other_file(output: Path, *inputs: str) -> None:
-    """InvalidInputError if writing `output` would replace an input."""
-    for path in inputs:
-        if output.exists() and Path(path).exists() and output.samefile(path):
-            raise InvalidInputError(f"{output} is an input", hint="choose another output")
-
-
-def positive(text: str) -> int:
-    """A count from 1 on."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return value
-
-
 _WIDTH_WITHOUT_TERMINAL = 160
 
 
+def add_command(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], None], help: str
+) -> argparse.ArgumentParser:
+    """Add a command that calls `run`; returns its parser, for the arguments."""
+    parser = commands.add_parser(name, help=help, description=help)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Add `URL`."""
+    parser.add_argument("url", metavar="URL", help="the feed: a folder, or s3://…, gs://…, az://…, hf://buckets/…")
+
+
+def add_base(parser: argparse.ArgumentParser) -> None:
+    """Add `--base DIR`."""
+    parser.add_argument(
+        "--base", type=Path, metavar="DIR", help="local copy of the checkpoint that the feed began with"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """Add `--threads N`."""
+    parser.add_argument("--threads", type=positive, metavar="N", help="number of threads (default: one per core)")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on, from the command line."""
+    return _whole_number(text, least=1)
+
+
+def whole_number(text: str) -> int:
+    """A whole number from 0 on, from the command line."""
+    return _whole_number(text, least=0)
+
+
+def _whole_number(text: str, *, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+    return value
+
+
 def print_json(value: Any) -> None:
-    """One JSON object on stdout."""
+    """Print one JSON object."""
     json.dump(value, sys.stdout, indent=2, ensure_ascii=True)
     sys.stdout.write("\n")
 
 
 def print_json_line(value: Any) -> None:
-    """One JSON object in one line, at once: whoever reads it works along."""
+    """Print one JSON object on one line, and flush it for a program that reads along."""
     print(json.dumps(value, ensure_ascii=True), flush=True)
+
+
+def print_fields(fields: Iterable[tuple[str, str]]) -> None:
+    """Print names and values, one pair per line."""
+    for name, value in fields:
+        print(f"{name:<14} {value}")
 
 
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, alarming: Collection[int] = ()
 ) -> None:
-    """A table on stdout; the first column is text, the others are numbers, aligned to the right.
+    """Print a table. The first column is aligned to the left, the others to the right.
 
-    `alarming` rows, by their ordinal, are red where that is a terminal.
+    The `alarming` rows, by index, are red on a terminal.
     """
     table = Table(title=escape(title), title_justify="left")
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i > 0)
     for i, row in enumerate(rows):
         table.add_row(*(escape(plain(cell)) for cell in row), style="red" if i in alarming else None)
-    # Rendered aside and written by us: rich ends the process by itself when a pipe breaks.
+    # Rendered to a string and written here, because rich exits the process when a pipe breaks.
     rendered = io.StringIO()
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else _WIDTH_WITHOUT_TERMINAL
@@ -90,15 +115,37 @@ def print_table(
     sys.stdout.write(rendered.getvalue())
 
 
-def print_fields(fields: Iterable[tuple[str, str]]) -> None:
-    """Names and values, one pair in each line."""
-    for name, value in fields:
-        print(f"{name:<14} {value}")
+@contextmanager
+def bars() -> Iterator[ProgressCallback | None]:
+    """A callback that shows one progress bar per phase; None if stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("{task.description:<8}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        tasks: dict[str, TaskID] = {}
+
+        def update(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = shown.add_task(phase, total=total)
+            shown.update(tasks[phase], completed=done)
+
+        yield update
 
 
 def plain(text: str) -> str:
-    """Text in one line without control characters: names in a file may hold escape codes meant for the terminal."""
+    """Text on one line without control characters: a name in a file may contain escape codes for the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def count_text(count: int, noun: str) -> str:
+    """A count with its noun: 1 version, 2 versions."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def or_dash(value: object) -> str:
+    """A value as text; `-` for None."""
+    return "-" if value is None else str(value)
 
 
 def size_text(nbytes: int) -> str:
@@ -112,88 +159,37 @@ def size_text(nbytes: int) -> str:
 
 
 def share_text(part: int, whole: int) -> str:
-    """A share in per cent."""
+    """A share in percent."""
     return "-" if whole == 0 else f"{100 * part / whole:.3f} %"
 
 
 def bits_text(nbytes: int, changed: int) -> str:
-    """Bits for each changed element."""
+    """Bits per changed element."""
     return "-" if changed == 0 else f"{8 * nbytes / changed:.2f}"
 
 
-@contextmanager
-def bars() -> Iterator[Tell | None]:
-    """One bar for each phase; None where stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (TextColumn("{task.description:<8}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        tasks: dict[str, TaskID] = {}
-
-        def tell(phase: str, done: int, total: int) -> None:
-            if phase not in tasks:
-                tasks[phase] = shown.add_task(phase, total=total)
-            shown.update(tasks[phase], completed=done)
-
-        yield tell
-
-
-def add_url(parser: argparse.ArgumentParser) -> None:
-    """`URL`."""
-    parser.add_argument("url", metavar="URL", help="the feed: a folder, or s3://…, gs://…, az://…, hf://buckets/…")
-
-
-def add_version(parser: argparse.ArgumentParser) -> None:
-    """`--version N`."""
-    parser.add_argument("--version", type=whole_number, metavar="N", help="the version (default: the newest)")
-
-
-def add_base(parser: argparse.ArgumentParser) -> None:
-    """`--base DIR`."""
-    parser.add_argument(
-        "--base", type=Path, metavar="DIR", help="local copy of the checkpoint that the feed began with"
-    )
-
-
-@contextmanager
-def feed(url: str) -> Iterator[Store]:
-    """The store at a URL, closed at the end."""
-    store = open_store(url)
-    try:
-        yield store
-    finally:
-        store.close()
-
-
-def whole_number(text: str) -> int:
-    """A count on the command line."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return value
-
-
 def time_text(unix_s: int) -> str:
-    """A moment in UTC."""
+    """A time in UTC."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(unix_s))
     except (OverflowError, ValueError, OSError):
         return str(unix_s)
 
 
+def versions_text(versions: Collection[int]) -> str:
+    """Ascending versions as ranges with their noun: `version 7`, or `versions 0-3, 7`."""
+    return f"{'version' if len(versions) == 1 else 'versions'} {ranges_text(versions)}"
+
+
 def ranges_text(versions: Iterable[int]) -> str:
-    """Ascending versions in few words: 0-3, 7."""
-    spans: list[tuple[int, int]] = []
+    """Ascending versions as ranges: `0-3, 7`."""
+    ranges: list[tuple[int, int]] = []
     for version in versions:
-        if spans and spans[-1][1] == version - 1:
-            spans[-1] = spans[-1][0], version
+        if ranges and ranges[-1][1] == version - 1:
+            ranges[-1] = ranges[-1][0], version
         else:
-            spans.append((version, version))
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+            ranges.append((version, version))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def manifest_json(manifest: Manifest) -> dict[str, Any]:

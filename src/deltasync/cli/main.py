@@ -1,4 +1,4 @@
-"""The `deltasync` command: arguments, exit codes, errors."""
+"""The `deltasync` command: its parser, exit codes and error messages."""
 
 import argparse
 import io
@@ -21,18 +21,30 @@ EXIT_CONFLICT = 4
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-_COMMANDS = (feeds, replicas, checkpoints)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; wrong usage exits with 2 through argparse."""
-    return guarded(_run, _parser().parse_args(argv))
+    """Run one command and return its exit code; argparse exits with 2 on wrong usage."""
+    parser = argparse.ArgumentParser(
+        prog="deltasync",
+        description="Ships the weights of a model in training, version by version, through an object store.",
+        epilog="Exit codes: 0 ok, 1 error, 2 wrong usage, 3 corrupt or mismatched data, 4 conflict.",
+    )
+    parser.add_argument("--version", action="version", version=f"deltasync {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in (feeds, replicas, checkpoints):
+        module.add_commands(commands)
+    return guarded(_run, parser.parse_args(argv))
+
+
+def _run(args: argparse.Namespace) -> None:
+    set_threads(getattr(args, "threads", None))
+    args.run(args)
 
 
 def guarded(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
-    """Run a command; its exit code. Errors are printed to stderr in one line."""
+    """Call `run` and return the exit code. An error is printed to stderr on one line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names that the terminal's encoding lacks are shown escaped, as on stderr.
+        # Names with characters that the terminal's encoding lacks are printed escaped, as on stderr.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         run(args)
@@ -40,7 +52,7 @@ def guarded(run: Callable[[argparse.Namespace], None], args: argparse.Namespace)
     except DeltasyncError as error:
         return _fail(str(error), _exit_code(error))
     except BrokenPipeError:
-        # Whoever read our output has left: keep the interpreter from complaining when it flushes.
+        # The reader of our output has gone. The interpreter flushes stdout at exit, and would complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:
@@ -51,24 +63,6 @@ def guarded(run: Callable[[argparse.Namespace], None], args: argparse.Namespace)
         traceback.print_exc()
         return _fail(f"{type(error).__name__}: {error} (this is a bug in deltasync)", EXIT_ERROR)
     return EXIT_OK
-
-
-def _run(args: argparse.Namespace) -> None:
-    set_threads(getattr(args, "threads", None))
-    args.run(args)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="deltasync",
-        description="Weights of a model in training, from version to version, through an object store.",
-        epilog="Exit codes: 0 ok, 1 error, 2 wrong usage, 3 corrupt or mismatched data, 4 conflict.",
-    )
-    parser.add_argument("--version", action="version", version=f"deltasync {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.register(commands)
-    return parser
 
 
 def _exit_code(error: DeltasyncError) -> int:

@@ -41,8 +41,9 @@ class Advance:
         s = self.seconds
         came = "from nothing" if self.from_version is None else f"from version {self.from_version}"
         changed = "all weights" if self.changed is None else f"{self.changed} elements"
+        edges = "1 edge" if len(self.edges) == 1 else f"{len(self.edges)} edges"
         return (
-            f"version {self.version} is live, {came}: {changed}, {len(self.edges)} edges, {self.nbytes} bytes; "
+            f"version {self.version} is live, {came}: {changed}, {edges}, {self.nbytes} bytes; "
             f"plan {s.plan:.3f} s, fetch {s.fetch:.3f} s, decode {s.decode:.3f} s, stage {s.stage:.3f} s, "
             f"commit {s.commit:.3f} s, pause {s.pause:.4f} s"
         )

@@ -241,7 +241,7 @@ class VllmTarget:
 
     def commit(self, staged: Staged) -> float:
         """Pause, write, label, resume."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         # Unknown already before the pause: a pause that fails may still stop the engine, which then needs a new commit.
         self._version = None
         self._engine.pause()
@@ -254,7 +254,7 @@ class VllmTarget:
         self._engine.label(staged.version)
         self._engine.resume()
         self._version = staged.version
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
     def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
         """Compare live memory with the mirror; tensors that the map does not know are skipped.

@@ -110,7 +110,7 @@ class Served(nn.Module):
             place = self.places[name]
             parameter = parameters[place.parameter]
             if self.poisoned is not None and place.parameter not in self.poisoned:
-                # A layer that is loaded again begins with memory that nobody filled.
+                # A layer that is loaded again starts with uninitialized memory.
                 self.poisoned.add(place.parameter)
                 parameter.data.fill_(7 if not parameter.is_floating_point() else float("nan"))
             place.load(parameter, tensor)
@@ -312,8 +312,8 @@ class Workers:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Of `RuntimeWeights`, in each worker."""
-        told: list[Any] = [json.loads(json.dumps(getattr(runtime, method)(*args))) for runtime in self.runtimes]
-        return told
+        results: list[Any] = [json.loads(json.dumps(getattr(runtime, method)(*args))) for runtime in self.runtimes]
+        return results
 
     def hold(self, state: Tensors, *, is_cast: bool = False) -> bool:
         """Whether all memory is as if the workers had been started with this checkpoint.

@@ -46,16 +46,14 @@ def test_diff_then_apply_gives_the_new_checkpoint(place: Path, capsys: Out, code
     assert run("diff", "old", "new", "-o", "d.safetensors", "--codec", codec, "--threads", "1") == 0
     assert "d.safetensors" in capsys.readouterr().out
     assert run("apply", "old", "d.safetensors", "-o", "out") == 0
-    told = capsys.readouterr()
-    assert told.out == f"{deltasync.digest('new')}  out\n"
-    assert told.err == ""
+    assert capsys.readouterr() == (f"{deltasync.digest('new')}  out\n", "")
     assert deltasync.digest("out") == deltasync.digest("new")
     assert run("apply", "one.safetensors", "d.safetensors", "-o", "one-new.safetensors") == 0
     assert deltasync.digest("one-new.safetensors") == deltasync.digest("new")
     assert names(place) == {"old", "new", "one.safetensors", "d.safetensors", "out", "one-new.safetensors"}
 
 
-def test_the_delta_of_the_command_is_the_delta_of_the_library(place: Path) -> None:
+def test_the_command_and_the_library_write_the_same_delta(place: Path) -> None:
     assert run("diff", "old", "new", "-o", "d") == 0
     assert (place / "d").read_bytes() == deltasync.diff(state(), changed(state()))
 
@@ -82,7 +80,7 @@ def test_inspect(place: Path, capsys: Out) -> None:
         assert expected in text
 
 
-def test_inspect_shows_names_as_they_are(tmp_path: Path, capsys: Out) -> None:
+def test_inspect_prints_names_unchanged(tmp_path: Path, capsys: Out) -> None:
     """Names in square brackets are not markup, and long lists are cut only without --all."""
     old = {f"[bold]{i}[/bold]": np.zeros(3, np.float32) for i in range(30)}
     (tmp_path / "d").write_bytes(deltasync.diff(old, {n: a + 1 for n, a in old.items()}, codec="coo/1"))
@@ -93,7 +91,7 @@ def test_inspect_shows_names_as_they_are(tmp_path: Path, capsys: Out) -> None:
     assert all(name in text for name in old)
 
 
-def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: Out) -> None:
+def test_control_characters_in_names_are_escaped(tmp_path: Path, capsys: Out) -> None:
     old = {"a\x1b[2Jb\nc": np.zeros(3, np.float32)}
     (tmp_path / "d").write_bytes(deltasync.diff(old, {n: a + 1 for n, a in old.items()}))
     assert run("inspect", str(tmp_path / "d")) == 0
@@ -102,7 +100,7 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: Out) -> None:
     assert "a\\x1b[2Jb\\nc" in text
 
 
-def test_any_terminal_encoding(place: Path) -> None:
+def test_an_ascii_terminal(place: Path) -> None:
     run("diff", "old", "new", "-o", "d")
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([*PYTHON, "inspect", "d"], capture_output=True, text=True, check=False, env=ascii_only)
@@ -224,8 +222,8 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("prepare", "code", "told"), BAD, ids=[b[0].__name__ for b in BAD])
-def test_errors(place: Path, capsys: Out, prepare: Any, code: int, told: list[str]) -> None:
+@pytest.mark.parametrize(("prepare", "code", "words"), BAD, ids=[b[0].__name__ for b in BAD])
+def test_errors(place: Path, capsys: Out, prepare: Any, code: int, words: list[str]) -> None:
     """The exit code, a message that names the thing, and nothing written."""
     argv = prepare(place)
     capsys.readouterr()
@@ -235,7 +233,7 @@ def test_errors(place: Path, capsys: Out, prepare: Any, code: int, told: list[st
     assert out == ""
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    assert all(word in err for word in told if word != "hint")
+    assert all(word in err for word in words if word != "hint")
     assert {p: p.read_bytes() for p in place.rglob("*") if p.is_file()} == before
     assert not (place / "out").exists()
 
@@ -283,7 +281,7 @@ def test_size_text(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text
 
 
-def test_as_a_program(place: Path) -> None:
+def test_the_program(place: Path) -> None:
     done = subprocess.run([*PYTHON, "diff", "old", "new", "-o", "d"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     done = subprocess.run([*PYTHON, "apply", "new", "d", "-o", "out"], capture_output=True, text=True, check=False)

@@ -62,10 +62,10 @@ def text(capsys: Out) -> str:
 
 def test_publish(place: Path, capsys: Out) -> None:
     assert run("publish", "feed", "c5", "--step", "50", "--parent", "c4", "--threads", "1") == 0
-    told = text(capsys)
-    assert told.startswith("version 5: delta of ")
-    assert f"digest {deltasync.digest('c5')}\n" in told
-    assert "elements changed (" in told
+    out = text(capsys)
+    assert out.startswith("version 5: delta of ")
+    assert f"digest {deltasync.digest('c5')}\n" in out
+    assert "elements changed (" in out
     assert run("publish", "feed", "c5", "--json") == 0
     found = read_json(capsys)
     assert found.keys() == MANIFEST_FIELDS
@@ -92,7 +92,7 @@ def test_publish_the_first_version(place: Path, capsys: Out) -> None:
         ("../a@b", "../a@b", None),
     ],
 )
-def test_how_a_base_is_named(given: str, name: str, revision: str | None) -> None:
+def test_base_ref(given: str, name: str, revision: str | None) -> None:
     assert base_ref(given) == BaseRef(name, revision)
 
 
@@ -133,15 +133,15 @@ def test_log_of_many(place: Path, capsys: Out) -> None:
         assert [v["version"] for v in read_json(capsys)["versions"]] == list(range(first, 23))
 
 
-def test_log_tells_of_skips_and_the_floor(place: Path, capsys: Out) -> None:
+def test_log_lists_skips_and_the_floor(place: Path, capsys: Out) -> None:
     assert run("prune", "feed", "--keep-anchors", "1", "--keep-versions", "1", "--yes") == 0
     (place / "feed" / "skips").mkdir()
     (place / "feed" / keys.skip_key(3, 5)).write_bytes(b"only listed")
     capsys.readouterr()
     assert run("log", "feed") == 0
-    told = text(capsys)
-    assert "pruned before 3" in told
-    assert "skip from version 3 to 5" in told
+    out = text(capsys)
+    assert "pruned before 3" in out
+    assert "skip from version 3 to 5" in out
     assert run("log", "feed", "--json") == 0
     found = read_json(capsys)
     assert (found["floor"], found["skips"]) == (3, [[3, 5]])
@@ -149,7 +149,7 @@ def test_log_tells_of_skips_and_the_floor(place: Path, capsys: Out) -> None:
 
 def test_show(place: Path, capsys: Out) -> None:
     assert run("show", "feed", "4") == 0
-    told = text(capsys)
+    out = text(capsys)
     for expected in (
         "4 (delta)",
         deltasync.digest("c4").hex,
@@ -158,7 +158,7 @@ def test_show(place: Path, capsys: Out) -> None:
         keys.version_key(4),
         "restore fetches",
     ):
-        assert expected in told
+        assert expected in out
     assert run("show", "feed", "3") == 0
     assert "1 shard, " in text(capsys)
 
@@ -206,10 +206,10 @@ def test_restore_json(place: Path, capsys: Out) -> None:
 
 def test_restore_dry_run(place: Path, capsys: Out) -> None:
     assert run("restore", "feed", "-o", "out", "--dry-run", "--version", "2") == 0
-    told = text(capsys)
-    assert "version 2: " in told
-    assert "to fetch" in told
-    assert all(keys.version_key(v) in told for v in range(3))
+    out = text(capsys)
+    assert "version 2: " in out
+    assert "to fetch" in out
+    assert all(keys.version_key(v) in out for v in range(3))
     assert run("restore", "feed", "-o", "out", "--dry-run", "--json") == 0
     found = read_json(capsys)
     assert found.keys() == {"version", "digest", "edges"}
@@ -275,14 +275,14 @@ def test_verify_damage(place: Path, capsys: Out) -> None:
     assert found["damages"][0].keys() == {"key", "kind", "rule", "message", "takes"}
 
 
-def test_verify_tells_of_orphans_bases_and_what_was_pruned(place: Path, capsys: Out) -> None:
+def test_verify_reports_orphans_bases_and_pruned_versions(place: Path, capsys: Out) -> None:
     run("prune", "feed", "--keep-anchors", "1", "--keep-versions", "1", "--yes")
     Writer(LocalStore(place / "feed")).put(b"12345")
     capsys.readouterr()
     assert run("verify", "feed") == 0
-    told = text(capsys)
-    assert "pruned: versions 0-2" in told
-    assert "not named by any manifest: 1 payload (5 B)" in told
+    out = text(capsys)
+    assert "pruned: versions 0-2" in out
+    assert "not named by any manifest: 1 payload (5 B)" in out
     run("publish", "based", "c0", "--base", "nowhere/at/all")
     capsys.readouterr()
     assert run("verify", "based", "--deep", "--base", "no-copy") == 0
@@ -297,16 +297,16 @@ KEEP_ONE = ["--keep-anchors", "1", "--keep-versions", "1"]
 def test_prune_is_a_dry_run(place: Path, capsys: Out) -> None:
     before = {p for p in (place / "feed").rglob("*") if p.is_file()}
     assert run("prune", "feed", *KEEP_ONE) == 0
-    told = text(capsys).splitlines()
+    out = text(capsys).splitlines()
     assert {p for p in (place / "feed").rglob("*") if p.is_file()} == before
-    assert all(line.startswith("payloads/") for line in told[:-1])
-    assert len(told) == 5
-    assert "nothing was deleted: pass --yes" in told[-1]
-    assert "versions from 3 on stay" in told[-1]
+    assert all(line.startswith("payloads/") for line in out[:-1])
+    assert len(out) == 5
+    assert "nothing was deleted: pass --yes" in out[-1]
+    assert "versions from 3 on stay" in out[-1]
     assert run("prune", "feed", *KEEP_ONE, "--yes") == 0
-    assert text(capsys).splitlines()[:-1] == told[:-1]
+    assert text(capsys).splitlines()[:-1] == out[:-1]
     gone = {p.relative_to(place / "feed").as_posix() for p in before if not p.exists()}
-    assert gone == set(told[:-1])
+    assert gone == set(out[:-1])
 
 
 def test_prune_json(place: Path, capsys: Out) -> None:
@@ -354,7 +354,7 @@ READS = (["log"], ["show", "0"], ["verify"], ["restore", "-o", "out"], ["prune",
 
 @pytest.mark.parametrize("command", READS, ids=[c[0] for c in READS])
 @pytest.mark.parametrize("url", ["ftp://host/x", "s4://bucket", "", "file://host/x", "hf://models/x"])
-def test_a_store_that_there_is_not(place: Path, capsys: Out, command: list[str], url: str) -> None:
+def test_an_unknown_kind_of_store(place: Path, capsys: Out, command: list[str], url: str) -> None:
     assert run(command[0], url, *command[1:]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -451,8 +451,8 @@ BAD: list[tuple[Callable[[Path], list[str]], int, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("prepare", "code", "told"), BAD, ids=[b[0].__name__ for b in BAD])
-def test_errors(place: Path, capsys: Out, prepare: Callable[[Path], list[str]], code: int, told: list[str]) -> None:
+@pytest.mark.parametrize(("prepare", "code", "words"), BAD, ids=[b[0].__name__ for b in BAD])
+def test_errors(place: Path, capsys: Out, prepare: Callable[[Path], list[str]], code: int, words: list[str]) -> None:
     """The exit code, one line that names the thing, and nothing written."""
     argv = prepare(place)
     capsys.readouterr()
@@ -462,7 +462,7 @@ def test_errors(place: Path, capsys: Out, prepare: Callable[[Path], list[str]], 
     assert out == ""
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    assert all(word in err for word in told), err
+    assert all(word in err for word in words), err
     assert {p: p.read_bytes() for p in place.rglob("*") if p.is_file()} == before
     assert not (place / "out").exists()
 
@@ -493,15 +493,15 @@ def test_a_url_with_a_scheme_is_the_same_feed(place: Path, capsys: Out) -> None:
 
 
 @pytest.mark.parametrize(
-    ("versions", "told"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 3, 7, 9, 10], "0, 2-3, 7, 9-10")]
+    ("versions", "expected"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 3, 7, 9, 10], "0, 2-3, 7, 9-10")]
 )
-def test_ranges_text(versions: list[int], told: str) -> None:
-    assert ranges_text(versions) == told
+def test_ranges_text(versions: list[int], expected: str) -> None:
+    assert ranges_text(versions) == expected
 
 
 @pytest.mark.parametrize(
-    ("unix_s", "told"),
+    ("unix_s", "expected"),
     [(0, "1970-01-01 00:00:00"), (1_700_000_000, "2023-11-14 22:13:20"), (2**63 - 1, str(2**63 - 1))],
 )
-def test_time_text(unix_s: int, told: str) -> None:
-    assert time_text(unix_s) == told
+def test_time_text(unix_s: int, expected: str) -> None:
+    assert time_text(unix_s) == expected

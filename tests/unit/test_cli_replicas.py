@@ -92,7 +92,7 @@ def test_follow_a_folder_once(place: Path, capsys: Out) -> None:
     assert found["changed"] > 0
     assert found["seconds"].keys() == PHASES
     assert deltasync.digest("live") == deltasync.digest("c3")
-    # Whoever ends says goodbye.
+    # A follower that ends deletes its heartbeat.
     assert Log(LocalStore("feed")).heartbeats() == []
 
 
@@ -104,7 +104,7 @@ def test_follow_from_a_base(place: Path, capsys: Out) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["nowhere", "--target", "live", "--once"], 1, "there is no version"),
         (["feed", "--target", "c0", "--once"], 1, "not a link"),
@@ -114,9 +114,9 @@ def test_follow_from_a_base(place: Path, capsys: Out) -> None:
         (["feed", "--target", "live", "--listen", "256.0.0.1:1"], 1, "cannot listen on 256.0.0.1 port 1"),
     ],
 )
-def test_follow_refuses(place: Path, capsys: Out, arguments: list[str], code: int, told: str) -> None:
+def test_follow_refuses(place: Path, capsys: Out, arguments: list[str], code: int, message: str) -> None:
     assert run("follow", *arguments) == code
-    assert told in refusal(capsys)
+    assert message in refusal(capsys)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_follow_until_a_signal(place: Path, number: signal.Signals) -> None:
     assert Log(LocalStore("feed")).heartbeats() == []
 
 
-def test_follow_ends_with_its_reader(place: Path) -> None:
+def test_follow_ends_when_its_reader_has_gone(place: Path) -> None:
     with process("follow", "feed", "--target", "live", "--threads", "1") as started:
         assert started.stdout is not None
         assert started.stdout.readline().startswith("version 2 is live")
@@ -193,10 +193,10 @@ def test_follow_and_listen(place: Path) -> None:
     arguments = ("follow", "feed", "--target", "live", "--json", "--listen", "127.0.0.1:0", "--metrics")
     with process(*arguments, DELTASYNC_TOKEN=TOKEN) as started:
         assert started.stderr is not None
-        told = started.stderr.readline()
-        assert told.startswith("listening on http://127.0.0.1:")
+        first = started.stderr.readline()
+        assert first.startswith("listening on http://127.0.0.1:")
         assert line(started)["version"] == 2
-        address = told.split("http://")[1].strip()
+        address = first.split("http://")[1].strip()
         status = json.loads(ask(address, "GET", "/status", TOKEN)[1])
         assert (status["version"], status["head"], status["counts"]["moves"]) == (2, 2, 1)
         assert ask(address, "GET", "/status", "wrong")[0] == 401
@@ -329,7 +329,7 @@ def test_serve_adds_the_backend(arguments: list[str], added: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--weight-transfer-config", '{"backend": "nccl"}'], "'nccl'"),
         (['--weight-transfer-config={"backend": "nccl"}'], "'nccl'"),
@@ -340,8 +340,8 @@ def test_serve_adds_the_backend(arguments: list[str], added: tuple[str, ...]) ->
         (["--weight-transfer-config"], "names no backend"),
     ],
 )
-def test_serve_refuses_another_backend(arguments: list[str], told: str) -> None:
-    with pytest.raises(InvalidInputError, match=told) as caught:
+def test_serve_refuses_another_backend(arguments: list[str], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message) as caught:
         prepare_launch(arguments, GIVEN, environment={}, plugins=[])
     assert caught.value.hint is not None
 
@@ -357,7 +357,7 @@ def test_serve_refuses_another_backend(arguments: list[str], told: str) -> None:
         ("other,deltasync", [], "other,deltasync"),
     ],
 )
-def test_serve_allows_the_plugin_and_forbids_no_other(before: str | None, plugins: list[str], allowed: str) -> None:
+def test_serve_allows_the_plugin_and_keeps_the_others(before: str | None, plugins: list[str], allowed: str) -> None:
     environment = {} if before is None else {"VLLM_PLUGINS": before}
     assert prepare_launch([], GIVEN, environment=environment, plugins=plugins).environment["VLLM_PLUGINS"] == allowed
 
@@ -380,7 +380,7 @@ def test_the_environment_of_a_server() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--feed", "feed", "--scrub-s", "often"], "DELTASYNC_SCRUB_S is 'often'"),
         (["--feed", "ftp://x"], "ftp:// is not a kind of store"),
@@ -390,12 +390,12 @@ def test_the_environment_of_a_server() -> None:
     ],
 )
 def test_serve_refuses(
-    place: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
+    place: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (place / "empty").write_text("\n")
     assert run("serve", *arguments) == 1
-    assert told in refusal(capsys)
+    assert message in refusal(capsys)
 
 
 SERVER = """
@@ -416,14 +416,14 @@ def test_serve_becomes_the_server(place: Path, has_token: bool) -> None:
     with process(*arguments, PYTHONPATH=str(place / "path")) as started:
         pid, given, environment = line(started)
         assert started.stderr is not None
-        told = started.stderr.read()
+        err = started.stderr.read()
         assert pid == started.pid
         assert started.wait(LONG_S) == 0
     assert given == ["--model", "c0", "--port", "1", *OURS]
     assert environment.items() >= {"DELTASYNC_FEED": "feed", "DELTASYNC_WAY": "push", "DELTASYNC_PAUSE": "wait"}.items()
     if has_token:
         assert environment["DELTASYNC_TOKEN"] == "secret"
-        assert told == ""
+        assert err == ""
     else:
         assert len(environment["DELTASYNC_TOKEN"]) >= 32
-        assert told == f"the control routes require the token {environment['DELTASYNC_TOKEN']}\n"
+        assert err == f"the control routes require the token {environment['DELTASYNC_TOKEN']}\n"

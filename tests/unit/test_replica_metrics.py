@@ -1,5 +1,8 @@
-"""Metrics as Prometheus reads them."""
+"""Metrics as Prometheus reads them, and the listener that serves them beside the status."""
 
+import http.client
+import json
+import socket
 import sys
 from dataclasses import fields
 
@@ -11,7 +14,7 @@ from support.replicas import TorchTarget, follower
 
 from deltasync.errors import InvalidInputError
 from deltasync.replica.events import Counts, Seconds, Status
-from deltasync.replica.metrics import FollowerCollector, exposition, register
+from deltasync.replica.metrics import FollowerCollector, exposition, listening, parse_address, register
 
 Samples = dict[tuple[str, str], float]
 
@@ -22,7 +25,7 @@ def samples(text: bytes) -> Samples:
     return {(s.name, s.labels.get("phase", "")): s.value for family in families for s in family.samples}
 
 
-def test_a_follower_in_numbers() -> None:
+def test_the_metrics_of_a_follower() -> None:
     feed = Feed.of(3)
     target = TorchTarget(feed.states[0].layout)
     with follower(feed.store, target) as replica:
@@ -47,7 +50,7 @@ def test_a_follower_in_numbers() -> None:
         assert found["deltasync_last_move_seconds", field.name] == getattr(second.seconds, field.name)
 
 
-def test_all_that_is_counted_is_shown() -> None:
+def test_every_count_has_a_metric() -> None:
     counts = Counts(**{field.name: 10 + i for i, field in enumerate(fields(Counts))})
     status = Status("r", 3, 5, 2, 3, None, False, True, None, "StoreError: away", counts)
     found = samples(exposition(lambda: status)())
@@ -88,3 +91,63 @@ def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError):
         register(lambda: status)
     assert FollowerCollector(lambda: status)
+
+
+LISTENED = Status("r", 3, 5, 2, 3, None, False, True, None, None)
+
+
+def ask(address: str, method: str, path: str, token: str | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(address, timeout=60)
+    try:
+        connection.request(method, path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_routes_of_a_listener(host: str) -> None:
+    if ":" in host and not has_ipv6():
+        pytest.skip("this host has no IPv6")
+    metrics = exposition(lambda: LISTENED)
+    with listening(lambda: LISTENED, host, 0, token="t", metrics=metrics) as url:
+        address = url.removeprefix("http://")
+        code, content = ask(address, "GET", "/status", "t")
+        assert (code, json.loads(content)["version"]) == (200, 3)
+        assert ask(address, "GET", "/status")[0] == ask(address, "GET", "/status", "other")[0] == 401
+        assert ask(address, "POST", "/status")[0] == 401
+        assert ask(address, "POST", "/status", "t")[0] == ask(address, "GET", "/", "t")[0] == 404
+        assert samples(ask(address, "GET", "/metrics")[1])["deltasync_version", ""] == 3
+    with pytest.raises(OSError):
+        ask(address, "GET", "/status", "t")
+
+
+def test_a_listener_without_a_token_and_without_metrics() -> None:
+    with listening(lambda: LISTENED, "127.0.0.1", 0) as url:
+        address = url.removeprefix("http://")
+        assert ask(address, "GET", "/status")[0] == 200
+        assert ask(address, "GET", "/metrics")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("text", "address"), [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:0", ("::1", 0)), ("name:8000", ("name", 8000))]
+)
+def test_an_address(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", "80", "host", "host:", "host:x", "host:99999", "::1:80", "a@host:80", "host:80/x"]
+)
+def test_text_that_is_not_an_address(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_address(text)

@@ -147,7 +147,7 @@ COVERED = {
     "all with each rank": ([[copy_between(WEIGHT, STACK[0])], [copy_between(WEIGHT, STACK[1])]], True),
     "the same part in two places": ([[TOP], [copy_between(WEIGHT[:6], STACK[2, :6])]], False),
     "one rank is missing": ([[LEFT]], False),
-    "nobody has any": ([[], []], False),
+    "no rank has any": ([[], []], False),
 }
 
 
@@ -156,5 +156,5 @@ def test_whether_ranks_hold_all(ranks: list[list[Copy]], is_all: bool) -> None:
     assert is_covered(96, ranks) is is_all
 
 
-def test_nothing_is_covered_by_nobody() -> None:
+def test_an_empty_tensor_is_covered() -> None:
     assert is_covered(0, [[], []])

@@ -19,7 +19,7 @@ class Span:
 
 @dataclass
 class Completion:
-    """Some tokens. vLLM tells the versions with the last of them."""
+    """Some tokens. vLLM reports the versions with the last of them."""
 
     index: int = 0
     weight_versions: list[Span] | None = None
@@ -46,7 +46,7 @@ Script = Sequence[Output | Switch]
 
 
 class Client:
-    """An engine client that yields what it is told to; `is_closed` once it was let go of."""
+    """An engine client that yields a script of outputs; `is_closed` once the caller has closed the generator."""
 
     def __init__(self, script: Script, labels: Labels) -> None:
         self._script = script
@@ -127,7 +127,7 @@ WHOLE: dict[str, tuple[Script, tuple[str | None, str | None, str | None]]] = {
         [Output("a", [Completion()]), Output("a", [done("2")])],
         ("2", None, None),
     ),
-    "ended without being told": (
+    "ended without its versions": (
         [Output("a", [Completion()]), Switch("4"), Output("a", [Completion()])],
         ("3", None, None),
     ),
@@ -176,13 +176,13 @@ STREAMS: dict[str, tuple[Script, tuple[str | None, str | None, str | None], str]
 }
 
 
-@pytest.mark.parametrize(("script", "wanted", "told"), STREAMS.values(), ids=STREAMS.keys())
-def test_streams(script: Script, wanted: tuple[str | None, str | None, str | None], told: str) -> None:
+@pytest.mark.parametrize(("script", "wanted", "comment"), STREAMS.values(), ids=STREAMS.keys())
+def test_streams(script: Script, wanted: tuple[str | None, str | None, str | None], comment: str) -> None:
     http, client = served(script)
     response = http.post("/v1/stream")
     assert headers(response) == wanted
     sent = "".join(f"data: {item.request_id}\n\n" for item in script if isinstance(item, Output))
-    assert response.text == sent + "data: [DONE]\n\n" + told
+    assert response.text == sent + "data: [DONE]\n\n" + comment
     assert client.is_closed
 
 

@@ -49,7 +49,7 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
         finally:
             holder.send_signal(signal.SIGKILL)
     assert folders(tmp_path) == {held}
-    foreign = tmp_path / "deltasync-somebody"
+    foreign = tmp_path / "deltasync-other"
     foreign.mkdir()
     with memory_folder(tmp_path) as ours:
         assert folders(tmp_path) == {foreign, ours}

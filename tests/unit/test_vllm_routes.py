@@ -1,4 +1,4 @@
-"""The control routes: nobody learns anything without the token, and errors have a status that says what to do."""
+"""The control routes: without the token every answer is the same, and each kind of error has a status code."""
 
 from typing import Any
 
@@ -76,12 +76,12 @@ WRONG: dict[str, dict[str, Any]] = {
 
 def refused(response: Any) -> bool:
     """The same for all, so that nothing can be learned from it."""
-    is_told = response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
-    return is_told and response.json() == {"error": {"kind": "unauthorized"}}
+    is_401 = response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+    return is_401 and response.json() == {"error": {"kind": "unauthorized"}}
 
 
 @pytest.mark.parametrize("given", WRONG.values(), ids=WRONG.keys())
-def test_without_the_token_every_path_is_the_same(given: dict[str, Any]) -> None:
+def test_without_the_token_every_path_is_401(given: dict[str, Any]) -> None:
     server = Server()
     for method, path in PATHS:
         assert refused(server.http.request(method, path, headers=given)), path
@@ -90,7 +90,7 @@ def test_without_the_token_every_path_is_the_same(given: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("given", [{}, {"authorization": "Bearer "}, {"authorization": "Bearer None"}, ALLOWED])
-def test_without_a_token_to_ask_for_nobody_is_answered(given: dict[str, Any]) -> None:
+def test_a_server_without_a_token_refuses_every_request(given: dict[str, Any]) -> None:
     server = Server(token=None)
     assert all(refused(server.http.request(method, path, headers=given)) for method, path in PATHS)
 
@@ -133,8 +133,16 @@ def test_moves() -> None:
     assert server.post("advance").json() == {"version": 2, "moved": None}
     assert server.target.holds(server.feed.states[2])
     status = server.status()
-    told = {"replica": "me", "version": 2, "head": 2, "lag": 0, "engine": "torch", "way": "push", "is_paused": False}
-    assert told.items() <= status.items()
+    expected = {
+        "replica": "me",
+        "version": 2,
+        "head": 2,
+        "lag": 0,
+        "engine": "torch",
+        "way": "push",
+        "is_paused": False,
+    }
+    assert expected.items() <= status.items()
     assert status["last"]["version"] == 2
 
 
@@ -161,7 +169,7 @@ def test_following_can_be_held() -> None:
 
 
 @pytest.mark.parametrize("is_repaired", [True, False])
-def test_damage_is_told(is_repaired: bool) -> None:
+def test_damage_is_reported(is_repaired: bool) -> None:
     server = Server()
     server.post("advance")
     server.target.state["packed"][0, 0] ^= 1
@@ -193,20 +201,20 @@ def test_errors_have_a_status(error: DeltasyncError, status: int) -> None:
     server.target.fails = fails
     answer = server.post("advance")
     assert answer.status_code == status
-    told = {"kind": error.kind, "message": error.message, "hint": error.hint, "rule": error.rule}
-    assert answer.json() == {"error": told}
+    fields = {"kind": error.kind, "message": error.message, "hint": error.hint, "rule": error.rule}
+    assert answer.json() == {"error": fields}
 
 
 @pytest.mark.parametrize(("verb", "field"), [("advance", "to"), ("pin", "version")])
 @pytest.mark.parametrize("version", [3, 99, 10**18])
-def test_an_unknown_version_is_told_with_those_that_exist(verb: str, field: str, version: int) -> None:
+def test_an_unknown_version_names_the_range_of_the_feed(verb: str, field: str, version: int) -> None:
     server = Server()
     answer = server.post(verb, **{field: version})
     assert answer.status_code == 404
-    told = answer.json()["error"]
-    assert told["kind"] == "not_found"
-    assert f"version {version} is not in" in told["message"]
-    assert told["message"].endswith("which has 0 to 2")
+    error = answer.json()["error"]
+    assert error["kind"] == "not_found"
+    assert f"version {version} is not in" in error["message"]
+    assert error["message"].endswith("which has 0 to 2")
     assert server.target.version is None
 
 

@@ -54,9 +54,9 @@ BAD: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
-@pytest.mark.parametrize(("environment", "told"), BAD.values(), ids=BAD.keys())
-def test_bad_ones_name_the_variable(environment: dict[str, str], told: str) -> None:
-    with pytest.raises(InvalidInputError, match=told):
+@pytest.mark.parametrize(("environment", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_ones_name_the_variable(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
         Settings.from_environment(environment)
 
 

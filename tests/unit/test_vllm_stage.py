@@ -33,7 +33,7 @@ PARTS: dict[str, tuple[Parts, dict[int, int]]] = {
     "the other way round": ([([7], [70]), ([2, 5], [20, 50])], {2: 20, 5: 50, 7: 70}),
     "woven": ([([1, 9], [10, 90]), ([4, 11], [40, 110])], {1: 10, 4: 40, 9: 90, 11: 110}),
     "the last wins": ([([1, 4, 9], [1, 1, 1]), ([4], [2]), ([1, 4], [3, 3])], {1: 3, 4: 3, 9: 1}),
-    "the last wins, with no order to mend": ([([4], [1]), ([4], [2])], {4: 2}),
+    "the last wins, in order already": ([([4], [1]), ([4], [2])], {4: 2}),
     "not ascending, as a transposed tensor has it": ([([9, 1, 5], [90, 10, 50])], {1: 10, 5: 50, 9: 90}),
     "one part is empty": ([([], []), ([4], [1])], {4: 1}),
     "nothing at all": ([([], []), ([], [])], {}),
@@ -50,7 +50,7 @@ PARTS: dict[str, tuple[Parts, dict[int, int]]] = {
 def test_parts_become_segments_and_a_file(parts: Parts, wanted: dict[int, int], width: int, tmp_path: Path) -> None:
     found = joined(parts, width)
     assert flat(found) == wanted
-    # Every place once and in order; none is further than 4 bytes can tell; none for a span without changes.
+    # Every place once and in order; each fits into 4 bytes; no segment without changes.
     for segment in found:
         assert (segment.storage, segment.positions.dtype, segment.values.dtype) == (3, np.uint32, np.dtype(f"u{width}"))
         assert (np.diff(segment.positions.astype(np.int64)) > 0).all()

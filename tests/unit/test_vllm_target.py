@@ -23,7 +23,7 @@ UNKNOWN = ["packed.a", "packed.b", "quantized.weight"]
 
 
 class FakeEngine:
-    """Real workers. `fails` tells for every operation, by number and name, whether it fails half way.
+    """Real workers. `fails` decides for each operation, by number and name, whether it fails halfway.
 
     It is never resumed with anything but all of the version of its label.
     """
@@ -268,14 +268,14 @@ OTHERS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "one too many": (lambda s: s.update(another=torch.zeros(3)), r"does not take another: F32\[3\]"),
     "another shape": (lambda s: s.update({"norm.weight": torch.zeros(9)}), r"does not take norm\.weight: F32\[9\]"),
     "larger": (lambda s: s.update({"o.weight": torch.zeros(9, 12)}), r"does not take o\.weight: F32\[9, 12\]"),
-    "cut without a word": (lambda s: s.update({"o.weight": torch.zeros(8, 99)}), r"part of o\.weight: F32\[8, 99\]"),
+    "silently cut": (lambda s: s.update({"o.weight": torch.zeros(8, 99)}), r"part of o\.weight: F32\[8, 99\]"),
     "another type": (lambda s: s.update(scale=torch.tensor(3)), r"torch\.bfloat16 in place of scale: I64\[\]"),
 }
 
 
-@pytest.mark.parametrize(("change", "told"), OTHERS.values(), ids=OTHERS.keys())
+@pytest.mark.parametrize(("change", "message"), OTHERS.values(), ids=OTHERS.keys())
 def test_another_model_is_refused_before_anything_is_touched(
-    change: Callable[[Tensors], object], told: str, tmp_path: Path
+    change: Callable[[Tensors], object], message: str, tmp_path: Path
 ) -> None:
     state = tensors(0, *ODD)
     other = dict(state)
@@ -283,7 +283,7 @@ def test_another_model_is_refused_before_anything_is_touched(
     engine = FakeEngine([state], checkpoint=str(save(state, tmp_path / "truth.safetensors")))
     target = engine.target = VllmTarget(engine, folder=tmp_path)
     replica = follower(feed_of([other]).store, target, mirror=tmp_path / "mirror.safetensors")
-    with pytest.raises(MismatchError, match=told):
+    with pytest.raises(MismatchError, match=message):
         replica.advance()
     assert set(engine.calls) <= {"describe", "missing"}
     assert target.version is None
@@ -308,7 +308,7 @@ def test_a_scrub_without_damage_holds_up_nothing(replica: Replica) -> None:
 
 
 @pytest.mark.parametrize("is_repaired", [False, True])
-def test_damage_is_told_and_repaired_in_a_pause(replica: Replica, is_repaired: bool) -> None:
+def test_damage_is_reported_and_repaired_in_a_pause(replica: Replica, is_repaired: bool) -> None:
     replica.advance(1)
     replica.engine.took()
     for model in replica.engine.workers.models:

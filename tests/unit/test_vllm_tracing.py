@@ -189,7 +189,7 @@ LOADERS: dict[str, tuple[Loader, str]] = {
 
 
 @pytest.mark.parametrize(("loader", "kind"), LOADERS.values(), ids=LOADERS.keys())
-def test_what_is_not_copied_is_told(loader: Loader, kind: str) -> None:
+def test_tensors_that_are_not_copied_are_reported(loader: Loader, kind: str) -> None:
     """The odd one comes first and last, with others around it that must be found all the same."""
     names = ["a", "z"]
     model = Served(odd={name: (torch.ones(4, HIDDEN, dtype=torch.bfloat16), loader) for name in names})
@@ -198,13 +198,13 @@ def test_what_is_not_copied_is_told(loader: Loader, kind: str) -> None:
     storages = Storages(model)
     for name in names:
         tensor, own = f"{name}.weight", storages.ordinal(model.get_submodule(name).weight)
-        told = {
+        kinds = {
             "copied": tensor in found.copies and tensor not in found.computed,
             "computed": found.computed.get(tensor) == {own},
             "somewhere": found.computed.get(tensor) == set(),
             "error": tensor in found.errors and tensor not in found.copies,
         }
-        assert told == {other: other == kind for other in told}
+        assert kinds == {other: other == kind for other in kinds}
         if kind == "copied":
             assert sum(copy.elements for copy in found.copies[tensor]) == 4 * HIDDEN
             assert all(copy.elements for copy in found.copies[tensor])
@@ -215,7 +215,7 @@ def test_what_is_not_copied_is_told(loader: Loader, kind: str) -> None:
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-def test_the_error_is_told() -> None:
+def test_the_error_is_reported() -> None:
     model = Served(odd={"raised": (torch.ones(4, HIDDEN), raising)})
     assert traced(model, ["raised"]).errors == {"raised.weight": "KeyError: 'no such parameter'"}
 
@@ -228,13 +228,15 @@ UNFILLED: dict[str, tuple[list[str], Loader, list[str]]] = {
     "one that is computed is there": ([], quantizing, []),
     "one that raises is not": ([], raising, ["odd.weight"]),
     "one that raises, and one is missing": (["scale"], raising, ["odd.weight", "scale.weight"]),
-    "where one goes nobody knows": (["scale"], looking, []),
+    "the place of one is not known": (["scale"], looking, []),
 }
 
 
-@pytest.mark.parametrize(("missing", "loader", "told"), UNFILLED.values(), ids=UNFILLED.keys())
+@pytest.mark.parametrize(("missing", "loader", "unfilled"), UNFILLED.values(), ids=UNFILLED.keys())
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_parameters_that_nothing_goes_to(missing: list[str], loader: Loader, told: list[str], is_silent: bool) -> None:
+def test_parameters_that_nothing_goes_to(
+    missing: list[str], loader: Loader, unfilled: list[str], is_silent: bool
+) -> None:
     """Also of a loader that does not say what it filled."""
     model = Served(odd={"odd": (torch.ones(4, HIDDEN, dtype=torch.int8), loader)})
     if loader is plain:
@@ -245,7 +247,7 @@ def test_parameters_that_nothing_goes_to(missing: list[str], loader: Loader, tol
     given = {name: tensor for name, tensor in tensors(0, "odd").items() if name not in missing}
     storages = Storages(model)
     found = trace(model, layout_of(given), storages)
-    assert found.unfilled([(name, storages.ordinal(p)) for name, p in model.named_parameters()]) == told
+    assert found.unfilled([(name, storages.ordinal(p)) for name, p in model.named_parameters()]) == unfilled
 
 
 def test_a_parameter_that_the_loader_says_to_have_filled() -> None:

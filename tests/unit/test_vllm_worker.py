@@ -22,7 +22,9 @@ PACKED = ["packed.a", "packed.b"]
 
 def described(workers: Workers, state: Tensors) -> EngineMap:
     layout = weights_of(state).layout
-    found = EngineMap(layout, [Rank.from_json(told) for told in workers.call("describe", layout.to_json())])
+    found = EngineMap(
+        layout, [Rank.from_json(description) for description in workers.call("describe", layout.to_json())]
+    )
     found.require_served()
     return found
 
@@ -149,7 +151,7 @@ def test_a_flipped_bit_is_found_and_repaired(
     ordinals = known.layout.ordinals
     wanted = [[ordinals["embed.weight"], 1], [ordinals["experts.1.up.weight"], 2], [ordinals["v.weight"], 1]]
     found = workers.call("compare", mirror, known.known, False)
-    assert [sorted(told) for told in found] == [[] for _ in range(size - 1)] + [sorted(wanted)]
+    assert [sorted(counts) for counts in found] == [[] for _ in range(size - 1)] + [sorted(wanted)]
     assert not workers.hold(state)
     # Only what is asked for.
     assert workers.call("compare", mirror, [ordinals["norm.weight"]], True) == [[]] * size
@@ -167,8 +169,8 @@ def test_only_what_lies_as_it_was_loaded_is_proved(size: int, tmp_path: Path) ->
     for names in workers.call("prove", str(truth)):
         assert set(names) == set(state) - set(PACKED)
     workers.models[-1].o.weight.data.copy_(workers.models[-1].o.weight.data.flip(1).clone())
-    told = workers.call("prove", str(truth))
-    assert [set(state) - set(names) for names in told] == [set(PACKED)] * (size - 1) + [{*PACKED, "o.weight"}]
+    proved_by_rank = workers.call("prove", str(truth))
+    assert [set(state) - set(names) for names in proved_by_rank] == [set(PACKED)] * (size - 1) + [{*PACKED, "o.weight"}]
 
 
 def test_proofs_that_cannot_be_had(tmp_path: Path) -> None:
@@ -208,11 +210,11 @@ def test_one_stage_for_a_worker_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_what_is_computed_is_never_known(is_whole: bool) -> None:
-    """Also where nobody asks whether all elements are somewhere."""
+    """Also if the workers do not hold the whole model."""
     state = tensors(0, "quantized")
     layout = weights_of(state).layout
-    told = Workers(state, odd_names=["quantized"]).call("describe", layout.to_json())
-    known = EngineMap(layout, [Rank.from_json(told[0])], is_whole=is_whole)
+    descriptions = Workers(state, odd_names=["quantized"]).call("describe", layout.to_json())
+    known = EngineMap(layout, [Rank.from_json(descriptions[0])], is_whole=is_whole)
     known.require_served()
     assert known.unknown == ["quantized.weight"]
 
@@ -309,13 +311,13 @@ OTHERS: dict[str, tuple[Callable[[Tensors], object], str]] = {
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("change", "told"), OTHERS.values(), ids=OTHERS.keys())
-def test_another_model_is_told(size: int, change: Callable[[Tensors], object], told: str) -> None:
+@pytest.mark.parametrize(("change", "message"), OTHERS.values(), ids=OTHERS.keys())
+def test_another_model_is_refused(size: int, change: Callable[[Tensors], object], message: str) -> None:
     state = tensors(0)
     workers = Workers(state, size=size)
     other = dict(state)
     change(other)
-    with pytest.raises(MismatchError, match=told):
+    with pytest.raises(MismatchError, match=message):
         described(workers, other)
     assert workers.hold(state)
 
@@ -323,5 +325,5 @@ def test_another_model_is_told(size: int, change: Callable[[Tensors], object], t
 def test_nothing_is_asked_of_an_empty_model() -> None:
     """A layout of one empty tensor fits: there is nothing to write."""
     layout = Layout.of([TensorSpec("nothing", DTYPES["BF16"], (0, 8))])
-    told = Workers(tensors(0)).call("describe", layout.to_json())
-    assert EngineMap(layout, [Rank.from_json(told[0])]).unknown == []
+    descriptions = Workers(tensors(0)).call("describe", layout.to_json())
+    assert EngineMap(layout, [Rank.from_json(descriptions[0])]).unknown == []

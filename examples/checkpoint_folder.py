@@ -1,12 +1,13 @@
 """A checkpoint folder that is always the newest version, for engines that load from disk.
 
-A trainer publishes; a follower keeps `current`, a link, at a whole Hugging Face checkpoint, and tells the engine after
-each switch. The engine here is transformers. SGLang has a route for the same, `update_weights_from_disk`. Runs on a CPU
-in seconds and needs no download. The feed goes to the store of your choice, or to a temporary folder:
+A trainer publishes. A follower keeps the link `current` at a whole Hugging Face checkpoint, and a callback lets the
+engine load it after each switch. The engine here is transformers; SGLang has a route for the same,
+`update_weights_from_disk`. The example runs on a CPU in seconds and downloads nothing. The feed goes to the store of
+your choice, or to a temporary folder:
 
     python examples/checkpoint_folder.py [STORE]
 
-Without any code of yours, `deltasync follow STORE --target current` keeps such a folder.
+Without any code, `deltasync follow STORE --target current` keeps such a folder.
 """
 
 import os
@@ -17,10 +18,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from deltasync.replica.events import Advance
-from deltasync.replica.folder import FolderTarget
-from deltasync.replica.follower import Follower
-from deltasync.torch.publisher import Publisher
+from deltasync import Advance, FolderTarget, Follower
+from deltasync.torch import Publisher
 from deltasync.transformers import model_files
 
 STEPS = 5
@@ -33,7 +32,7 @@ def tiny_model() -> LlamaForCausalLM:
 
 
 class Engine:
-    """Stands for an engine of any kind: it knows a path, and nothing of feeds."""
+    """Any engine: it gets a path, and knows nothing of feeds."""
 
     def load(self, folder: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder)
@@ -48,16 +47,16 @@ def main(url: str, folder: Path) -> None:
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
     rows = torch.randint(0, 256, (8, 16))
 
-    def switched(moved: Advance) -> None:
-        # The link is resolved once: file after file through it could be of two versions.
+    def on_switch(moved: Advance) -> None:
+        # Resolve the link once: files that are read through it one by one could be of two versions.
         engine.load(os.path.realpath(current))
         print(f"version {moved.version} is in {current.readlink()}; the engine answers {engine.answer([1, 2, 3])}")
 
-    # The files of the model go beside the weights, so that the folder loads.
+    # The configuration is published beside the weights, so that the folder can be loaded.
     files, target = model_files(trained, dtype=torch.bfloat16), FolderTarget(current)
     with (
         Publisher(url, dtype=torch.bfloat16, files=files) as publisher,
-        Follower(url, target, mirror=folder / "mirror", observer=switched) as follower,
+        Follower(url, target, mirror=folder / "mirror", observer=on_switch) as follower,
     ):
         publisher.publish(trained, step=0).wait()
         follower.advance()
@@ -66,7 +65,7 @@ def main(url: str, folder: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
             publisher.publish(trained, step=step).wait()
-            # In its own process a replica would call follow(), which looks for versions by itself.
+            # A replica in a process of its own would call start(), and poll for versions by itself.
             follower.advance()
 
     loaded = engine.model.state_dict()

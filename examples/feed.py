@@ -1,6 +1,6 @@
-"""A feed of a few training steps: publish each, look at the feed, verify it, and rebuild the last one exactly.
+"""A feed of a few training steps: publish each, verify the feed, and restore the last version exactly.
 
-Runs on a CPU in seconds and needs no download: the model is random, its steps are what AdamW would do.
+The example runs on a CPU in seconds and downloads nothing: the model is random, and its steps are like those of AdamW.
 
     python examples/feed.py [URL]      # a temporary folder by default; any store will do
 """
@@ -26,7 +26,7 @@ LAYERS, HIDDEN, VOCABULARY = 8, 512, 32_000
 
 def shapes() -> dict[str, tuple[int, ...]]:
     """A small transformer."""
-    found: dict[str, tuple[int, ...]] = {
+    result: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
         "model.norm.weight": (HIDDEN,),
     }
@@ -38,12 +38,12 @@ def shapes() -> dict[str, tuple[int, ...]]:
             ("mlp.down_proj", (HIDDEN, 4 * HIDDEN)),
             ("input_layernorm", (HIDDEN,)),
         ):
-            found[f"model.layers.{layer}.{name}.weight"] = shape
-    return found
+            result[f"model.layers.{layer}.{name}.weight"] = shape
+    return result
 
 
-def training(folder: Path) -> Iterator[Path]:
-    """A checkpoint after each step: bf16 weights of a master copy in fp32."""
+def checkpoints(folder: Path) -> Iterator[Path]:
+    """A checkpoint after each step: the bf16 rounding of master weights in fp32."""
     random = np.random.default_rng(0)
     master = {n: random.normal(1.0 if "norm" in n else 0.0, 0.03, s).astype(np.float32) for n, s in shapes().items()}
     for step in range(STEPS):
@@ -55,12 +55,12 @@ def training(folder: Path) -> Iterator[Path]:
 
 
 def main(url: str | None, folder: Path) -> bool:
-    feed = deltasync.open_store(str(folder / "feed") if url is None else url)
-    table = Table("version", "kind", "changed", "sent", "weights / sent", "seconds", title=f"Published to {feed.url}")
+    feed = str(folder / "feed") if url is None else url
+    table = Table("version", "kind", "changed", "sent", "weights / sent", "seconds", title=f"Published to {feed}")
     before = None
-    for step, checkpoint in enumerate(training(folder)):
+    for step, checkpoint in enumerate(checkpoints(folder)):
         started = time.perf_counter()
-        # `parent` saves rebuilding the last version from the feed; it is checked all the same.
+        # With `parent`, the last version need not be rebuilt from the feed. Its digest is checked.
         version = deltasync.publish(feed, checkpoint, step=step, parent=before)
         seconds = time.perf_counter() - started
         size = checkpoint.stat().st_size
@@ -73,12 +73,14 @@ def main(url: str | None, folder: Path) -> bool:
     console = Console()
     console.print(table)
 
-    found = deltasync.verify(feed, deep=True)
+    verification = deltasync.verify(feed, deep=True)
     restored = deltasync.restore(feed, folder / "rebuilt")
     exact = deltasync.digest(folder / "rebuilt") == deltasync.digest(checkpoint)
-    console.print(f"verify --deep: {'clean' if found.is_clean else 'DAMAGED'}, {len(found.restorable)} versions")
+    console.print(
+        f"verify --deep: {'clean' if verification.is_clean else 'DAMAGED'}, {len(verification.restorable)} versions"
+    )
     console.print(f"version {restored.version} rebuilt exactly: {'yes' if exact else 'NO'} (digest {restored.digest})")
-    return exact and found.is_clean
+    return exact and verification.is_clean
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""FSDP2: every rank publishes its own shard and nobody gathers the model; the last version is restored and compared.
+"""FSDP2: every rank publishes its own shard, and no rank gathers the model. The last version is restored and compared.
 
-Runs on two ranks of a CPU in seconds. On GPUs only the backend and the mesh are others. The feed goes to the store of
-your choice, or to a temporary folder:
+The example runs on two ranks of a CPU in seconds. On GPUs only the backend and the mesh differ. The feed goes to the
+store of your choice, or to a temporary folder:
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py [STORE]
 """
@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import deltasync
-from deltasync.torch.sharded import ShardedPublisher
+from deltasync.torch import ShardedPublisher
 
 STEPS = 5
 
 
 def sharded_model() -> torch.nn.Sequential:
-    """The same weights on all ranks, then cut apart. 257 rows: the shards need not be of one size."""
+    """A model with the same weights on all ranks, then sharded. 257 rows: shards may differ in size."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 257), torch.nn.GELU(), torch.nn.Linear(257, 256))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -36,7 +36,7 @@ def main(url: str, folder: Path) -> None:
     model = sharded_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     rank = dist.get_rank()
-    torch.manual_seed(1 + rank)  # each rank has batches of its own
+    torch.manual_seed(1 + rank)  # each rank has its own batches
 
     with ShardedPublisher(url, dtype=torch.bfloat16, observer=print if rank == 0 else None) as publisher:
         publisher.publish(model, step=0)
@@ -47,10 +47,10 @@ def main(url: str, folder: Path) -> None:
             optimizer.zero_grad()
             publisher.publish(model, step=step)  # on every rank
 
-    # Gathered only to compare.
+    # Gathered only for the comparison.
     trained = {name: weight.full_tensor().bfloat16() for name, weight in model.state_dict().items()}
     if rank == 0:
-        manifest = deltasync.restore(deltasync.open_store(url), folder / "last")
+        manifest = deltasync.restore(url, folder / "last")
         restored = load_file(folder / "last" / "model.safetensors")
         exact = all(torch.equal(restored[name], weight) for name, weight in trained.items())
         print(f"version {manifest.version} is step {manifest.step}, bit for bit: {'yes' if exact else 'NO'}")

@@ -1,7 +1,7 @@
-"""Weights through a bucket of the Hugging Face Hub: a trainer publishes, a replica follows, both need the Hub alone.
+"""Weights through a bucket of the Hugging Face Hub: a trainer publishes, a replica follows, and both need only the Hub.
 
-The bucket is made if there is none, a private one. A bucket cannot keep two trainers apart, so the writer holds a lease
-(docs/stores.md): one trainer for each prefix.
+A private bucket is made if there is none. A bucket has no create-if-absent, so the writer holds a lease
+(docs/stores.md): run one trainer for each prefix.
 
     pip install 'deltasync[hf,torch]'
     export HF_TOKEN=…                                               # or `hf auth login`
@@ -14,9 +14,8 @@ import huggingface_hub
 import torch
 
 import deltasync
-from deltasync.replica.follower import Follower
-from deltasync.torch.module import ModuleTarget
-from deltasync.torch.publisher import Publisher
+from deltasync import Follower
+from deltasync.torch import ModuleTarget, Publisher
 
 STEPS = 5
 
@@ -40,11 +39,11 @@ def main(url: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             publisher.publish(trained, step=step).wait()
-            # In its own process a replica would call follow(), which looks for versions by itself.
+            # A replica in a process of its own would call start(), and poll for versions by itself.
             print(follower.advance())
 
     exact = all(torch.equal(served.state_dict()[n], w.bfloat16()) for n, w in trained.state_dict().items())
-    clean = deltasync.verify(deltasync.open_store(url), deep=True).is_clean
+    clean = deltasync.verify(url, deep=True).is_clean
     print(f"the replica has the weights of step {STEPS}, bit for bit: {'yes' if exact else 'NO'}")
     print(f"verify --deep: {'clean' if clean else 'DAMAGED'}")
     if not exact or not clean:

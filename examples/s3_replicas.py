@@ -1,7 +1,7 @@
-"""One trainer and two replicas, each a process of its own, that share nothing but a bucket.
+"""One trainer and two replicas, each in a process of its own, that share nothing but a bucket.
 
-The replicas follow the feed by themselves: they may start before the trainer, or late. At the end the weights that they
-have live are compared with those of the trainer. Credentials and endpoint come from the environment (docs/stores.md):
+The replicas follow the feed by themselves, and may start before the trainer or late. At the end their live weights are
+compared with those of the trainer. Credentials and endpoint come from the environment (docs/stores.md):
 
     export AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=… AWS_ENDPOINT_URL=…
     python examples/s3_replicas.py s3://bucket/prefix      # a prefix without a feed; any other store will do
@@ -16,10 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 import deltasync
-from deltasync.replica.events import Advance
-from deltasync.replica.follower import Follower
-from deltasync.torch.module import ModuleTarget
-from deltasync.torch.publisher import Publisher
+from deltasync import Advance, Follower
+from deltasync.torch import ModuleTarget, Publisher
 
 STEPS = 10
 
@@ -29,7 +27,7 @@ def new_model() -> torch.nn.Sequential:
 
 
 def train(url: str) -> deltasync.Manifest:
-    """Every step is a version; the last one."""
+    """Publish every step as a version, and return the last one."""
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6)
     with Publisher(url, dtype=torch.bfloat16, wait=True) as publisher:
@@ -44,7 +42,7 @@ def train(url: str) -> deltasync.Manifest:
 
 
 def replica(name: str, url: str, out: Path) -> None:
-    """Follow until the last step is live, then save what is live: the bits themselves, not the feed's."""
+    """Follow until the last step is live, then save the live weights."""
     model = new_model().bfloat16()
 
     def moved(advance: Advance) -> None:
@@ -58,7 +56,7 @@ def replica(name: str, url: str, out: Path) -> None:
 
 
 def main(url: str, folder: Path) -> None:
-    # Not forked: the threads of the store's client would not come along.
+    # Not forked: the threads of the store's client do not survive a fork.
     spawn = multiprocessing.get_context("spawn")
     live = {name: folder / f"{name}.safetensors" for name in ("replica-1", "replica-2")}
     replicas = [spawn.Process(target=replica, args=(name, url, out), daemon=True) for name, out in live.items()]

@@ -1,6 +1,6 @@
-"""A plain torch training loop that publishes every optimizer step, and the last version restored and compared.
+"""A plain torch training loop that publishes every optimizer step. The last version is restored and compared.
 
-Runs on a CPU in seconds. The feed goes to the store of your choice, or to a temporary folder:
+The example runs on a CPU in seconds. The feed goes to the store of your choice, or to a temporary folder:
 
     python examples/torch_loop.py [STORE]
 """
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import deltasync
-from deltasync.torch.publisher import Publisher
+from deltasync.torch import Publisher
 
 STEPS = 10
 
@@ -32,7 +32,7 @@ def main(url: str, folder: Path) -> None:
             optimizer.zero_grad()
             publisher.publish(model, step=step)
 
-    manifest = deltasync.restore(deltasync.open_store(url), folder / "last")
+    manifest = deltasync.restore(url, folder / "last")
     restored = load_file(folder / "last" / "model.safetensors")
     exact = all(torch.equal(restored[name], weight.bfloat16()) for name, weight in model.state_dict().items())
     print(f"version {manifest.version} is step {manifest.step}, bit for bit: {'yes' if exact else 'NO'}")

@@ -1,7 +1,7 @@
 """The trainer of transformers, with and without LoRA, publishes through one callback.
 
-Runs on a CPU in seconds and needs no download: the model is tiny and random. Feeds go below the store of your choice,
-or to a temporary folder:
+The example runs on a CPU in seconds and downloads nothing: the model is tiny and random. Feeds go below the store of
+your choice, or to a temporary folder:
 
     python examples/transformers_trainer.py [STORE]
 """
@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import deltasync
-from deltasync.feed.log import Log
+from deltasync import PublishEvent
 from deltasync.transformers import DeltasyncCallback, What
 
 STEPS = 5
@@ -32,8 +32,8 @@ def tiny_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(model: torch.nn.Module, what: What, url: str, folder: Path) -> None:
-    """Train for some steps; each becomes a version."""
+def train(model: torch.nn.Module, what: What, url: str, folder: Path) -> list[int]:
+    """Train for some steps, each of which becomes a version; return the size of each."""
     rows = torch.randint(0, 256, (32, 16), generator=torch.Generator().manual_seed(0))
     arguments = TrainingArguments(
         output_dir=str(folder / "trainer"),
@@ -46,9 +46,11 @@ def train(model: torch.nn.Module, what: What, url: str, folder: Path) -> None:
         save_strategy="no",
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
-    # A trainer does not tell its callbacks of an error: the `with` gives back the feed in any case.
-    with DeltasyncCallback(url, what=what, wait=True) as callback:
+    events: list[PublishEvent] = []
+    # A trainer does not notify its callbacks of an error: the `with` block releases the feed in any case.
+    with DeltasyncCallback(url, what=what, wait=True, observer=events.append) as callback:
         Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    return [event.payload_bytes for event in events if event.kind == "delta" or event.version == 0]
 
 
 def main(root: str, folder: Path) -> None:
@@ -60,13 +62,10 @@ def main(root: str, folder: Path) -> None:
         ("adapter", get_peft_model(tiny_model(), lora)),
         ("merged", get_peft_model(tiny_model(), copy.deepcopy(lora))),
     ):
-        train(model, what, f"{root}/{what}", folder)
-        store = deltasync.open_store(f"{root}/{what}")
-        head = deltasync.restore(store, folder / what)
+        sizes = train(model, what, f"{root}/{what}", folder)
+        deltasync.restore(f"{root}/{what}", folder / what)
         restored, trained = load(what, folder / what), whole(model)
         exact = all(torch.equal(restored[name], weight) for name, weight in trained.items())
-        log = Log(store)
-        sizes = [log.read(version).nbytes for version in range(head.version + 1)]
         table.add_row(what, str(len(sizes)), str(sizes[0]), f"{sum(sizes[1:]) // STEPS}", "yes" if exact else "NO")
         is_exact &= exact
     Console().print(table)
@@ -75,7 +74,7 @@ def main(root: str, folder: Path) -> None:
 
 
 def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All weights, with the adapter merged in where there is one."""
+    """All weights, with the adapter merged in if there is one."""
     return copy.deepcopy(model).merge_and_unload().state_dict() if hasattr(model, "peft_config") else model.state_dict()
 
 

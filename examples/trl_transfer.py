@@ -1,7 +1,8 @@
 """TRL's asynchronous GRPO with its real trainer: weights go to a feed, and a replica follows it by itself.
 
-Runs on a CPU in half a minute and needs no download and no server: the model is tiny and random, and the replica is a
-thread that restores versions and generates with them. With vLLM, TRL's own rollout worker takes its place.
+The example runs on a CPU in half a minute, without a download or a server: the model is tiny and random, and the
+replica is a torch module in this process that follows the feed in a thread. With vLLM, TRL's own rollout worker takes
+the place of the one here.
 
     python examples/trl_transfer.py [STORE]
 """
@@ -26,8 +27,8 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl_wordle import on_cpu
 
 import deltasync
-from deltasync.feed.log import Log
-from deltasync.format.sealed import Heartbeat
+from deltasync import Follower
+from deltasync.torch import ModuleTarget
 from deltasync.transformers import model_files
 from deltasync.trl import DeltasyncTransfer
 
@@ -37,42 +38,35 @@ WANTED_TOKEN = 7
 
 
 class Replica:
-    """Follows a feed in a thread: whenever there is a new version it is restored, and a heartbeat says so."""
+    """A model that follows a feed in a thread. `lock` is held while it generates, and while its weights change."""
 
-    def __init__(self, store: deltasync.Store, folder: Path) -> None:
-        self.serves: tuple[int, torch.nn.Module] | None = None
-        self._store, self._folder = store, folder
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
+    def __init__(self, url: str, model: Path) -> None:
+        self.lock = threading.Lock()
+        self.model = AutoModelForCausalLM.from_pretrained(model).eval()
+        self._target = ModuleTarget(self.model, hold=self.lock)
+        self._follower = Follower(url, self._target, replica="replica-0")
 
     def __enter__(self) -> "Replica":
-        self._thread.start()
+        self._follower.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stopped.set()
-        self._thread.join()
+        self._follower.close()
 
-    def _follow(self) -> None:
-        log, version = Log(self._store), None
-        while not self._stopped.wait(0.05):
-            head = log.head(after=version)
-            if head is None:
-                continue
-            version = head.version
-            deltasync.restore(self._store, self._folder / f"version-{version}", version=version)
-            self.serves = version, AutoModelForCausalLM.from_pretrained(self._folder / f"version-{version}").eval()
-            log.beat(Heartbeat("replica-0", version, int(time.time())))
+    @property
+    def version(self) -> int | None:
+        """The version that is live; None before the first one."""
+        return self._target.version
 
 
 class Rollouts:
-    """What TRL calls a rollout worker: generates with the replica's weights in a thread, and scores."""
+    """A rollout worker for TRL: generates with the replica's weights in a thread, and scores."""
 
     def __init__(self, replica: Replica) -> None:
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(maxsize=2 * GENERATIONS)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self.served: list[tuple[int, int]] = []
-        """For each group its label, as TRL counts versions, and the version of the feed that made it."""
+        """The label of each group, as TRL counts versions, and the version of the feed that made it."""
         self._replica, self._label = replica, 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -94,13 +88,15 @@ class Rollouts:
     def _run(self) -> None:
         group = 0
         while not self._stopped.is_set():
-            label, serves = self._label, self._replica.serves
-            if serves is None:
+            label = self._label
+            with self._replica.lock:
+                version = self._replica.version
+                samples = [] if version is None else self._generated(self._replica.model, label, group)
+            if version is None:
                 time.sleep(0.05)
                 continue
-            version, model = serves
             self.served.append((label, version))
-            for sample in self._generated(model, label, group):
+            for sample in samples:
                 self._put(sample)
             group += 1
 
@@ -168,18 +164,18 @@ def main() -> None:
         folder = Path(temporary)
         url = sys.argv[1] if len(sys.argv) > 1 else str(folder / "feed")
         tokenizer = tiny_model(folder / "model")
-        with Replica(deltasync.open_store(url), folder) as replica:
+        with Replica(url, folder / "model") as replica:
             rollouts = Rollouts(replica)
             trainer, transfer = train(url, folder, tokenizer, rollouts)
         # One version may carry several of TRL's counts.
         is_honest = all(label <= transfer.count_of(version) for label, version in rollouts.served)
-        report(deltasync.open_store(url), folder, trainer, rollouts, is_honest=is_honest)
+        report(url, folder, trainer, rollouts, is_honest=is_honest)
 
 
 def train(
     url: str, folder: Path, tokenizer: PreTrainedTokenizerFast, rollouts: Rollouts
 ) -> tuple[AsyncGRPOTrainer, DeltasyncTransfer]:
-    """What a training script does: a transfer, a trainer, and the two attached to each other."""
+    """The training script: a transfer, a trainer, and the two attached to each other."""
     transfer = DeltasyncTransfer(
         url,
         max_lag=MAX_LAG,
@@ -216,12 +212,9 @@ def train(
     return trainer, transfer
 
 
-def report(
-    store: deltasync.Store, folder: Path, trainer: AsyncGRPOTrainer, rollouts: Rollouts, *, is_honest: bool
-) -> None:
-    """What was published, and whether all of it is true."""
-    head = Log(store).require_head()
-    deltasync.restore(store, folder / "last")
+def report(url: str, folder: Path, trainer: AsyncGRPOTrainer, rollouts: Rollouts, *, is_honest: bool) -> None:
+    """Print what was published, and whether it is what was trained."""
+    head = deltasync.restore(url, folder / "last")
     last = dict(AutoModelForCausalLM.from_pretrained(folder / "last").named_parameters())
     exact = all(torch.equal(last[name], p) for name, p in trainer.model.named_parameters())
     table = Table(title="Asynchronous GRPO through a feed", show_header=False)

@@ -1,9 +1,9 @@
-"""After a run: what the server has is what was trained, tensor by tensor, and it answers as it should.
+"""After a run: check that the server has the trained weights, tensor by tensor, and that it answers accordingly.
 
     DELTASYNC_TOKEN=… python check.py --feed URL --server URL --mirror FILE --run FOLDER
 
 The server's own scrub compares its live memory with its mirror; the mirror is compared with the trainer's weights here,
-bit by bit; and what the server answers is compared with what transformers makes of these weights.
+bit by bit; and the log-probabilities of its answers are compared with those that transformers computes.
 """
 
 import argparse
@@ -21,11 +21,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from deltasync import open_store, restore
-from deltasync.feed.log import Log
+from deltasync import open_store, restore, verify
 
 MOST_APART = 0.03
-"""In log-probability, in the mean. The server computes with bfloat16, and in another order."""
+"""The largest mean difference of log-probabilities. The server computes in bfloat16, and in another order."""
 GUESSES, TOKENS = 32, 10
 _CATCH_UP_S = 60.0
 
@@ -39,30 +38,31 @@ def main() -> None:
     options = parser.parse_args()
     disable_progress_bar()
     report = json.loads((options.run / "report.json").read_text())
-    store = open_store(options.feed)
-    head = Log(store).require_head()
     first = options.run / "first"
-    if not first.exists():
-        restore(store, first, version=0)
-    store.close()
+    with open_store(options.feed) as store:
+        head = verify(store).head
+        if head is None:
+            sys.exit(f"error: there is no version in {options.feed} (give the --feed of the run)")
+        if not first.exists():
+            restore(store, first, version=0)
     checks = {
-        "version": caught_up(options.server, head.version),
+        "version": caught_up(options.server, head),
         "tensors": differing(options.mirror, options.run / "weights" / "model.safetensors"),
         "live": ask(options.server, "/deltasync/scrub", {"repair": False}),
-        "apart": apart(options.server, options.run / "weights", first),
+        "apart": log_prob_distance(options.server, options.run / "weights", first),
     }
     (options.run / "check.json").write_text(json.dumps(checks, indent=1))
-    is_right = tell(head.version, checks, report)
+    is_right = print_report(head, checks, report)
     sys.exit(0 if is_right else 3)
 
 
 def caught_up(server: str, version: int) -> int | None:
-    """The version that the server has, once it is the last one or time is up."""
+    """Wait until the server has the last version, or time is up; return the version that it has."""
     deadline_s = time.monotonic() + _CATCH_UP_S
     while True:
-        found: int | None = ask(server, "/deltasync/status", None)["version"]
-        if found == version or time.monotonic() >= deadline_s:
-            return found
+        live: int | None = ask(server, "/deltasync/status", None)["version"]
+        if live == version or time.monotonic() >= deadline_s:
+            return live
         time.sleep(0.1)
 
 
@@ -81,10 +81,10 @@ def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
 
 
 @torch.inference_mode()
-def apart(server: str, weights: Path, first: Path) -> dict[str, float]:
-    """How far log-probabilities of what the server guesses are apart: its own, and those of transformers.
+def log_prob_distance(server: str, weights: Path, first: Path) -> dict[str, float]:
+    """How far the log-probabilities of the server's guesses are from those that transformers computes.
 
-    `first` is a checkpoint with the weights that training began with, for comparison: they must be further apart.
+    `first` is a checkpoint with the weights that training began with, for comparison: those must be further apart.
     """
     prompt = AutoTokenizer.from_pretrained(first).apply_chat_template(
         [{"role": "user", "content": PROMPT}],
@@ -94,16 +94,16 @@ def apart(server: str, weights: Path, first: Path) -> dict[str, float]:
     )
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16) for folder in (weights, first)]
     asked = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 1.0, "logprobs": 0, "return_token_ids": True}
-    found: list[list[torch.Tensor]] = [[], []]
+    apart: list[list[torch.Tensor]] = [[], []]
     for seed in range(GUESSES):
         body = {"model": served_name(server), "seed": seed, **asked}
         choice = ask(server, "/v1/completions", body)["choices"][0]
-        told = torch.tensor(choice["logprobs"]["token_logprobs"])
+        served = torch.tensor(choice["logprobs"]["token_logprobs"])
         ids = torch.tensor([prompt + choice["token_ids"]])
-        for model, differences in zip(models, found, strict=True):
+        for model, differences in zip(models, apart, strict=True):
             logs = model(ids).logits.float().log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-            differences.append((logs[-len(told) :] - told).abs())
-    last, before = (torch.cat(differences) for differences in found)
+            differences.append((logs[-len(served) :] - served).abs())
+    last, before = (torch.cat(differences) for differences in apart)
     return {"tokens": len(last), "mean": float(last.mean()), "max": float(last.max()), "before": float(before.mean())}
 
 
@@ -113,15 +113,15 @@ def served_name(server: str) -> str:
 
 
 def ask(server: str, path: str, body: Any) -> Any:
-    """An answer of the server; a GET without a body."""
+    """The answer to a POST, or without a body to a GET, as JSON."""
     headers = {"authorization": f"Bearer {os.environ['DELTASYNC_TOKEN']}", "content-type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(server + path, data, headers)) as response:
         return json.loads(response.read())
 
 
-def tell(head: int, checks: dict[str, Any], report: dict[str, Any]) -> bool:
-    """Print the essentials; whether all is as it should be."""
+def print_report(head: int, checks: dict[str, Any], report: dict[str, Any]) -> bool:
+    """Print the result of every check; return whether all succeeded."""
     account, rewards, apart = report["account"], report["rewards"], checks["apart"]
     tokens = sum(account["staleness"].values())
     stale = ", ".join(f"{syncs}: {count / tokens:.0%}" for syncs, count in account["staleness"].items())

@@ -2,8 +2,9 @@
 
     python environment.py [--host ADDRESS] [--port PORT]
 
-A game is a number. Whoever plays it sends the number and all guesses so far and gets the marks of the last one, so the
-server remembers nothing: it can be started again at any time, and any number of them can stand side by side.
+A game is a number. The player sends the number and all guesses so far and gets the marks of the last one, so that the
+server keeps no state: it can be restarted at any time, and any number of servers can share the work. The rules are
+those of examples/wordle.
 """
 
 import argparse
@@ -13,10 +14,28 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from wordle.wordle import GREEN, GREY, LETTERS, REFUSED, YELLOW, Games, Wordle, bundled_words, letters_of
+
+# Run as a script, Python finds modules in this folder only, and the game is in the one beside it.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from wordle.game import (
+    GREEN,
+    GREY,
+    LETTERS,
+    REFUSED,
+    YELLOW,
+    Games,
+    Wordle,
+    bundled_words,
+    letters_of,
+    marks,
+)
+
+__all__ = ["GREEN", "GUESSES", "NO_WORD", "OVER", "SIGNS", "WORDS", "Environment", "Turn", "marks", "marks_text"]
 
 WORDS = tuple(sorted(bundled_words()))[::8]
 GUESSES = 4
@@ -29,7 +48,7 @@ OVER = " over"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a guess is answered with: the text that the policy reads, and the reward of the game so far."""
+    """The answer to a guess: the text that the policy reads, and the reward of the game so far."""
 
     text: str
     reward: float
@@ -37,45 +56,45 @@ class Turn:
 
 
 class Environment:
-    """Games of Wordle, told apart by their number."""
+    """Games of Wordle, identified by their number."""
 
     def __init__(self) -> None:
         self._wordle = Wordle(WORDS)
 
     def answer(self, game: int) -> str:
-        """The word of a game. Nobody but the environment knows it."""
+        """The word of a game. Only the environment knows it."""
         return random.Random(game).choice(self._wordle.words)
 
     def play(self, game: int, guesses: Sequence[str]) -> Turn:
-        """The turn that these guesses lead to. Guesses after the end of a game count for nothing."""
+        """The turn that these guesses lead to. Guesses after the end of a game do not count."""
         state = Games(self._wordle, np.array([self._wordle.words.index(self.answer(game))]))
         text = ""
         for guess in guesses[:GUESSES]:
             if not state.is_open[0]:
                 break
-            text = told(guess, state.guess(_letters(guess))[0])
+            text = marks_text(guess, state.guess(_letters(guess))[0])
         is_over = len(guesses) >= GUESSES or bool(state.solved[0])
         return Turn(text + OVER * is_over, round(float(state.rewards[0]), 6), is_over)
 
 
-def told(guess: str, marks: Sequence[int]) -> str:
+def marks_text(guess: str, given: Sequence[int]) -> str:
     """The marks of a guess as text: each letter with its sign."""
-    if REFUSED in marks:
+    if REFUSED in given:
         return NO_WORD
-    return "".join(letter + SIGNS[int(mark)] for letter, mark in zip(guess, marks, strict=True))
+    return "".join(letter + SIGNS[int(mark)] for letter, mark in zip(guess, given, strict=True))
 
 
 def _letters(guess: str) -> Any:
-    """A guess as one row of letters; what cannot be a word becomes one that is not in the list."""
+    """A guess as one row of letters. Text that cannot be a word becomes a word that is not in the list."""
     is_word = len(guess) == LETTERS and guess.isascii() and guess.isalpha() and guess.islower()
     return np.array([letters_of(guess if is_word else "z" * LETTERS)])
 
 
 class Handler(BaseHTTPRequestHandler):
-    """`POST /play {"game": 7, "guesses": ["crane"]}` gives a turn, `GET /` tells that this is the environment."""
+    """`POST /play {"game": 7, "guesses": ["crane"]}` returns a turn, `GET /` a description of the environment."""
 
     protocol_version = "HTTP/1.1"
-    # The head and the body of an answer are two writes, which must not wait for each other.
+    # The header and the body of an answer are two writes, and the second must not be delayed.
     disable_nagle_algorithm = True
     environment = Environment()
 
@@ -101,11 +120,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: there are thousands of requests a minute."""
+        """Log nothing: there are thousands of requests a minute."""
 
 
 class Server(ThreadingHTTPServer):
-    """One thread for each connection; none of them outlives the program."""
+    """A server with one daemon thread for each connection."""
 
     daemon_threads = True
     request_queue_size = 128

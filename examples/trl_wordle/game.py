@@ -1,4 +1,4 @@
-"""A game as TRL sees it: `reset`, a tool that the policy calls, and a reward. The game itself is behind HTTP."""
+"""The game as an environment of TRL: `reset`, a tool that the policy calls, and a reward. The rules are behind HTTP."""
 
 import http.client
 import json
@@ -10,7 +10,7 @@ TIMEOUT_S = 30.0
 
 
 class WordleGame:
-    """One game at a time. TRL makes one for each game that is played at once, in its rollout process, and reuses it."""
+    """One game at a time. TRL's rollout process makes one of these for each concurrent game, and reuses it."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -21,7 +21,7 @@ class WordleGame:
         self._error: OSError | None = None
 
     def reset(self, *, game: int, **_row: Any) -> None:
-        """Begin a game of the dataset."""
+        """Start a game of the dataset."""
         self._game, self._guesses, self._reward, self._error = game, [], 0.0, None
 
     def guess(self, word: str) -> str:
@@ -37,7 +37,7 @@ class WordleGame:
         try:
             turn = _play(self._connected(), {"game": self._game, "guesses": self._guesses})
         except (OSError, http.client.HTTPException) as error:
-            # TRL would show an error to the policy as if it were part of the game, so it is kept for `get_reward`.
+            # TRL would show the error to the policy as part of the game, so it is kept for `get_reward`.
             self._connection = None
             self._error = OSError(f"the environment at {self._url} failed: {error!r}")
             raise self._error from error
@@ -45,7 +45,7 @@ class WordleGame:
         return str(turn["text"])
 
     def get_reward(self) -> float:
-        """The reward of the game so far; the error if the environment failed: such a game teaches nothing."""
+        """The reward of the game so far. Raises the error if the environment failed: such a game teaches nothing."""
         if self._error is not None:
             raise self._error
         return self._reward
@@ -62,5 +62,5 @@ def _play(connection: http.client.HTTPConnection, asked: dict[str, Any]) -> dict
     body = response.read()
     if response.status != 200:
         raise OSError(f"status {response.status}: {body[:200]!r}")
-    found: dict[str, Any] = json.loads(body)
-    return found
+    turn: dict[str, Any] = json.loads(body)
+    return turn

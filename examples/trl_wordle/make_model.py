@@ -1,9 +1,9 @@
-"""A policy to begin with: a Qwen3 of 0.6 million weights that knows the rules of the chat, made here in half a minute.
+"""Make the first policy: a Qwen3 of 0.6 million weights that knows the form of the chat, trained in half a minute.
 
     python make_model.py FOLDER
 
 It learns by imitation to call the tool `guess`, to spell the words, to heed marks now and then, and to stop when the
-game is over. Without this there would be nothing to reward: letters drawn by chance are never a word.
+game is over. Without this there would be nothing to reward: random letters are never a word.
 """
 
 import argparse
@@ -15,15 +15,14 @@ from typing import Any
 
 import on_cpu
 import torch
-from environment import GUESSES, NO_WORD, OVER, SIGNS, WORDS, told
+from environment import GREEN, GUESSES, NO_WORD, OVER, SIGNS, WORDS, marks, marks_text
 from game import PROMPT, WordleGame
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl.chat_template_utils import qwen3_instruct_2507_chat_template
-from wordle.wordle import GREEN, marks
 
 STEPS, GAMES, LR, HEEDS = 150, 32, 5e-3, 0.6
-"""The imitation: games in each step, and the share of guesses that fit all marks so far."""
+"""Of the imitation: steps, games in each, learning rate, and the share of guesses that fit all marks so far."""
 
 PAD, BEGIN, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CALL, CALLED = '<tool_call>\n{"name": "guess", "arguments": {"word": "', '"}}\n</tool_call>'
@@ -45,15 +44,15 @@ def tokenizer_for(opening: str) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()
     phrases = [opening, CALL, CALLED, TOLD, NEXT, NO_WORD, OVER]
     tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
-    found = PreTrainedTokenizerFast(
+    result = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", pad_token=PAD, eos_token=END, additional_special_tokens=[BEGIN]
     )
-    found.chat_template = qwen3_instruct_2507_chat_template
-    return found
+    result.chat_template = qwen3_instruct_2507_chat_template
+    return result
 
 
 def opening() -> str:
-    """What every game begins with: the tools as TRL shows them, and the prompt."""
+    """The text that every game starts with: the tools as TRL describes them, and the prompt."""
     return rendered(tokenizer_for(PAD), [{"role": "user", "content": PROMPT}], tokenize=False, to_be_continued=True)
 
 
@@ -68,7 +67,7 @@ def rendered(
 
 
 def careless_game(chance: random.Random) -> list[Message]:
-    """A game in which a guess fits all marks so far with the probability `HEEDS`; else it is any word."""
+    """A game in which a guess fits all marks so far with the probability `HEEDS`, and else is any word."""
     messages: list[Message] = [{"role": "user", "content": PROMPT}]
     answer, fitting = chance.choice(WORDS), list(WORDS)
     for turn in range(GUESSES):
@@ -77,7 +76,7 @@ def careless_game(chance: random.Random) -> list[Message]:
         is_over = turn == GUESSES - 1 or set(given) == {GREEN}
         call = {"type": "function", "function": {"name": "guess", "arguments": {"word": word}}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "name": "guess", "content": told(word, given) + OVER * is_over})
+        messages.append({"role": "tool", "name": "guess", "content": marks_text(word, given) + OVER * is_over})
         fitting = [each for each in fitting if marks(word, each) == given]
         if is_over:
             break
@@ -85,7 +84,7 @@ def careless_game(chance: random.Random) -> list[Message]:
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A model that knows nothing."""
+    """An untrained model."""
     config = Qwen3Config(
         vocab_size=128,
         hidden_size=128,
@@ -106,7 +105,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def imitate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, chance: random.Random) -> float:
-    """Learn from careless games; the last loss. Only what the policy writes itself counts."""
+    """Learn from careless games and return the last loss. Only the tokens that the policy writes count."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     written = torch.tensor(tokenizer.convert_tokens_to_ids([*LETTERS, CALL, CALLED, END]))
     for step in range(STEPS):
@@ -123,7 +122,7 @@ def imitate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, chance:
 
 
 def make_model(folder: Path, *, seed: int = 0) -> float:
-    """Write a policy and its tokenizer; the loss that the imitation ended with."""
+    """Write a policy and its tokenizer; return the last loss of the imitation."""
     torch.manual_seed(seed)
     if on_cpu.is_needed():
         on_cpu.adjust_torch()

@@ -1,7 +1,7 @@
-"""All that this example does differently on a machine without an accelerator. On a GPU nothing of it is used.
+"""All that this example does differently on a machine without an accelerator. On a GPU none of it is used.
 
-TRL's asynchronous trainer is written for CUDA, and vLLM for machines with more than two cores. Nothing that is
-installed is changed: attributes of modules are replaced in this process, and vLLM gets other arguments.
+TRL's asynchronous trainer is written for CUDA, and vLLM for machines with more than two cores. No
+installed file is changed: attributes of modules are replaced in this process, and vLLM gets other arguments.
 """
 
 import os
@@ -33,34 +33,34 @@ SERVER_ENVIRONMENT = {
 
 
 def is_needed() -> bool:
-    """Whether there is no accelerator here."""
+    """Whether this machine has no accelerator."""
     import torch
 
     return not torch.cuda.is_available()
 
 
 def adjust_torch() -> None:
-    """One thread: on two cores that others use, too, threads mostly wait for each other."""
+    """Use one thread: on two cores that other processes use too, threads mostly wait for each other."""
     import torch
 
     torch.set_num_threads(1)
 
 
 def adjust_trl() -> None:
-    """Replace what asks for CUDA. Call it before a trainer is made."""
+    """Replace the parts that ask for CUDA. Call this before a trainer is made."""
     import trl.experimental.async_grpo.async_grpo_trainer as trainer
     import trl.experimental.async_grpo.async_rollout_worker as worker
     import trl.experimental.async_grpo.packing as packing
 
-    # It asks CUDA for the name of the device. None leaves out the utilisation from the metrics.
+    # It asks CUDA for the name of the device. None leaves the utilisation out of the metrics.
     trainer.get_peak_flops_per_device = lambda accelerator, dtype: None
     packing.tree_attention = attention
-    # It asks whether vLLM is installed, but only speaks HTTP to a server that is somewhere else.
+    # It checks that vLLM is installed, but only sends HTTP requests to a server elsewhere.
     worker.is_vllm_available = lambda: True
 
 
 def adjust_server() -> None:
-    """What vLLM reads from its environment."""
+    """Set the variables that vLLM reads from its environment."""
     os.environ.update({name: os.environ.get(name, value) for name, value in SERVER_ENVIRONMENT.items()})
 
 

@@ -5,7 +5,7 @@
 #   ./run_local.sh [ARGUMENTS OF trainer.py]
 #
 # Variables: OUT (folder, trl-wordle-run), FEED (URL, below OUT), PYTHON and VLLM_PYTHON (interpreters with TRL and with
-# vLLM), SERVER_PORT (8000), ENVIRONMENT_PORT (8001). Whatever happens, nothing is left running.
+# vLLM), SERVER_PORT (8000), ENVIRONMENT_PORT (8001). However the script ends, no process is left running.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -13,7 +13,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 for each in "$PYTHON" "$VLLM_PYTHON"; do
   command -v "$each" >/dev/null || { echo "error: there is no $each (set PYTHON and VLLM_PYTHON)" >&2; exit 1; }
 done
-# Each runs in a folder of its own, where a relative path would lead elsewhere.
+# Each runs in a folder of its own, so relative paths must be resolved here.
 python=$(realpath -s "$(command -v "$PYTHON")") vllm_python=$(realpath -s "$(command -v "$VLLM_PYTHON")")
 mkdir -p "${OUT:=trl-wordle-run}"
 out=$(cd "$OUT" && pwd)
@@ -22,8 +22,8 @@ server=http://127.0.0.1:${SERVER_PORT:=8000} environment=http://127.0.0.1:${ENVI
 export DELTASYNC_TOKEN=${DELTASYNC_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
 export TRL_EXPERIMENTAL_SILENCE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
-# Ends all that was started, once this script is gone: it reads their numbers from a pipe that closes with the script,
-# however that ends.
+# Ends all processes once this script has ended: it reads their ids from a pipe that closes with the script, however
+# that ends.
 exec 9> >(
   trap '' INT TERM HUP
   groups=()
@@ -37,14 +37,14 @@ exec 9> >(
   done
   for group in "${groups[@]}"; do kill -KILL -- "-$group" 2>/dev/null || true; done
 )
-undertaker=$!
-trap 'exec 9>&-; wait "$undertaker" || true' EXIT
+cleaner=$!
+trap 'exec 9>&-; wait "$cleaner" || true' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
 declare -A pids
 
-# start NAME HOST COMMAND…: in the folder of its host, as a group of its own.
+# start NAME HOST COMMAND…: start a command in the folder of its host, as a process group of its own.
 start() {
   local name=$1 host=$2
   shift 2
@@ -54,17 +54,17 @@ start() {
   echo "$!" >&9
 }
 
-# fail NAME: tell why a process ended, in its own words.
+# fail NAME: print why a process ended, from its log.
 fail() {
-  local told
-  told=$(grep -a '^error: ' -A 3 "$out/$1.log" | head -n 4) || told=$(tail -n 5 "$out/$1.log")
-  printf '%s\n' "$told" "the $1 has ended (all it said is in $out/$1.log)" >&2
+  local message
+  message=$(grep -a '^error: ' -A 3 "$out/$1.log" | head -n 4) || message=$(tail -n 5 "$out/$1.log")
+  printf '%s\n' "$message" "the $1 has ended (its log is $out/$1.log)" >&2
   exit 1
 }
 
 is_running() { kill -0 "${pids[$1]}" 2>/dev/null; }
 
-# has PYTHON MODULE HINT: the module is installed there.
+# has PYTHON MODULE HINT: require that the module is installed there.
 has() {
   "$1" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$2') is None)" && return
   echo "error: $2 is not installed for $1 ($3)" >&2

@@ -2,8 +2,8 @@
 
     python server.py --feed URL [--model NAME] [--host ADDRESS] [--port PORT] [-- MORE ARGUMENTS OF vLLM]
 
-The model comes out of the feed as well: as soon as the trainer has published its first version, it is restored into a
-folder of this host. All that the server needs to know is the URL of the store.
+The model comes from the feed as well: as soon as the trainer has published its first version, it is restored into a
+folder on this host. All that the server needs to know is the URL of the store.
 """
 
 import argparse
@@ -15,16 +15,14 @@ import time
 import on_cpu
 from checks import require_free
 
-from deltasync import NotFoundError, open_store, restore
-from deltasync.errors import DeltasyncError, InvalidInputError
-from deltasync.store.protocol import Store
+from deltasync import DeltasyncError, InvalidInputError, NotFoundError, Store, open_store, restore
 
 _POLL_S = 0.5
 _MAX_TOKENS = 256
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Serve what a feed holds with vLLM, and follow it.")
+    parser = argparse.ArgumentParser(description="Serve the model of a feed with vLLM, and follow the feed.")
     parser.add_argument("--feed", required=True, metavar="URL")
     parser.add_argument("--model", default="wordle-policy", metavar="FOLDER", help="as the trainer calls it")
     parser.add_argument("--host", default="127.0.0.1")
@@ -42,10 +40,10 @@ def main() -> None:
 
 
 def become_server(options: argparse.Namespace) -> None:
-    """Get the model, then become `deltasync serve`. Does not return."""
+    """Get the model, then replace this process by `deltasync serve`. Does not return."""
     deltasync = shutil.which("deltasync", path=os.path.dirname(sys.executable))
     if deltasync is None:
-        raise InvalidInputError("the command deltasync is not here", hint="pip install 'deltasync[vllm]'")
+        raise InvalidInputError("the command deltasync is not installed here", hint="pip install 'deltasync[vllm]'")
     require_free(options.host, options.port)
     with_model = ["--model", options.model, "--served-model-name", options.model]
     listening = ["--host", options.host, "--port", str(options.port), "--max-model-len", str(_MAX_TOKENS)]
@@ -55,15 +53,14 @@ def become_server(options: argparse.Namespace) -> None:
         on_cpu.adjust_server()
         listening += on_cpu.SERVER_ARGUMENTS
     if not os.path.isdir(options.model):
-        store = open_store(options.feed)
-        restore_first(store, options.model, wait_s=options.wait_s)
-        store.close()
+        with open_store(options.feed) as store:
+            restore_first(store, options.model, wait_s=options.wait_s)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.execv(command[0], [*command, "--", *with_model, *listening, *options.arguments])
 
 
 def restore_first(store: Store, folder: str, *, wait_s: float) -> None:
-    """The newest version of a feed as a checkpoint folder, once there is one."""
+    """Restore the newest version of a feed to a folder, as soon as there is one."""
     deadline_s = time.monotonic() + wait_s
     while True:
         try:

@@ -2,7 +2,7 @@
 
     python trainer.py --feed URL --server http://HOST:8000 --environment http://HOST:8001
 
-The model is a folder of this host. It becomes the first version of the feed, from which the server gets it.
+The model is a folder on this host. It becomes the first version of the feed, from which the server gets it.
 """
 
 import argparse
@@ -13,8 +13,7 @@ from pathlib import Path
 
 from checks import environment_at, require_model, wait_for_server
 
-from deltasync import open_store, publish
-from deltasync.errors import DeltasyncError
+from deltasync import DeltasyncError, publish
 
 
 def main() -> None:
@@ -26,12 +25,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--max-lag", type=int, default=2, help="syncs that the server may be behind")
-    parser.add_argument("--wait-s", type=float, default=300.0, help="how long the server is waited for")
+    parser.add_argument("--wait-s", type=float, default=300.0, help="how long to wait for the server")
     parser.add_argument(
         "--out", type=Path, default=Path("run"), metavar="FOLDER", help="for the report and the weights"
     )
     options = parser.parse_args()
-    # TRL's rollout process has to go, too.
+    # So that TRL's rollout process ends, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         run(options)
@@ -42,15 +41,13 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check what can be checked, publish the first version, train, report."""
+    """Run the checks, publish the first version, train, report."""
     require_model(options.model)
     game = environment_at(options.environment)
-    store = open_store(options.feed)
     # A feed of another model is refused here.
-    publish(store, options.model, step=0)
-    store.close()
+    publish(options.feed, options.model, step=0)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # Not before: loading TRL takes as long as all of the above, and the server comes up meanwhile.
+    # Not earlier: importing TRL takes as long as all of the above, and the server starts meanwhile.
     from training import Training
 
     training = Training(options, guesses=game["guesses"])

@@ -1,4 +1,4 @@
-"""What a TRL script is made of: a config, a dataset, an environment, a trainer; and a transfer to a feed."""
+"""A training script for TRL: a config, a dataset, an environment, a trainer; and a transfer to a feed."""
 
 import argparse
 import json
@@ -17,17 +17,17 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from versions import Account, follow_versions
 
-from deltasync.trainer.events import PublishEvent
+from deltasync import PublishEvent
 from deltasync.trl import DeltasyncTransfer
 
 GAMES, GENERATIONS, GROUPS = 1000, 8, 4
-"""Games of the dataset; how often each is played, to be compared; how many of them a step learns from."""
+"""Games in the dataset; how often each is played, for comparison; how many of them a step learns from."""
 TOKENS = 10
-"""Of one guess: eight, if it is written well."""
+"""The most tokens of one guess. A correct one has eight."""
 
 
 class Training:
-    """One run, with everything made and nothing begun."""
+    """One run, ready to start."""
 
     def __init__(self, options: argparse.Namespace, *, guesses: int) -> None:
         self._out: Path = options.out
@@ -44,7 +44,7 @@ class Training:
         self._account: Account = follow_versions(self._trainer, transfer.count_of)
 
     def run(self) -> None:
-        """Train, then leave a report and the weights as they were published."""
+        """Train, then write a report and the published weights."""
         started_s = time.perf_counter()
         self._trainer.train()
         seconds = time.perf_counter() - started_s
@@ -63,7 +63,7 @@ class Training:
 
 
 def new_trainer(options: argparse.Namespace, transfer: Any, *, guesses: int) -> AsyncGRPOTrainer:
-    """A trainer as TRL has it."""
+    """TRL's trainer, with the game and the transfer."""
     if on_cpu.is_needed():
         on_cpu.adjust_torch()
         on_cpu.adjust_trl()
@@ -75,50 +75,50 @@ def new_trainer(options: argparse.Namespace, transfer: Any, *, guesses: int) -> 
         environment_factory=partial(WordleGame, options.environment),
         weight_transfer=transfer,
     )
-    # Two hundred numbers a step are for a dashboard, not for a terminal.
+    # By default it prints two hundred numbers for each step.
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Lines())
-    trainer.add_callback(ReadOn(trainer.rollout_worker))
+    trainer.add_callback(DrainQueues(trainer.rollout_worker))
     return trainer
 
 
 class Lines(TrainerCallback):
-    """One line for each step."""
+    """Prints one line for each step."""
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **_: Any
     ) -> None:
         if logs is not None and "reward" in logs:
             taken = f"{logs.get('perf/step_s', 0):.2f} s, of which {logs['perf/weight_sync_s']:.3f} s held by the sync"
-            told = (
+            progress = (
                 f"step {state.global_step:4d}  reward {logs['reward']:6.3f}  stale {logs['sample/staleness_mean']:.1f}"
             )
-            print(f"{told}  {taken}", flush=True)
+            print(f"{progress}  {taken}", flush=True)
 
 
-class ReadOn(TrainerCallback):
-    """Reads what is left in TRL's queues at the end: its rollout process does not end before all is read."""
+class DrainQueues(TrainerCallback):
+    """Empties TRL's queues at the end: its rollout process does not exit before everything is read."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        for left in (self._worker.rollout_buffer, self._worker.metrics_queue):
-            threading.Thread(target=_read_on, args=(left,), daemon=True).start()
+        for queue in (self._worker.rollout_buffer, self._worker.metrics_queue):
+            threading.Thread(target=_drain, args=(queue,), daemon=True).start()
 
 
-def _read_on(left: Any) -> None:
+def _drain(queue: Any) -> None:
     while True:
-        left.get()
+        queue.get()
 
 
 def config(options: argparse.Namespace, *, guesses: int) -> AsyncGRPOConfig:
-    """How TRL trains."""
+    """The configuration of TRL's trainer."""
     return AsyncGRPOConfig(
         output_dir=str(options.out / "trl"),
         max_steps=options.steps,
         learning_rate=options.lr,
-        # One group at a time: a row of samples costs the square of its length where attention is a mask.
+        # One group at a time: without a kernel for trees, attention costs the square of the length of a row.
         per_device_train_batch_size=GENERATIONS,
         gradient_accumulation_steps=GROUPS,
         num_generations=GENERATIONS,
@@ -126,9 +126,9 @@ def config(options: argparse.Namespace, *, guesses: int) -> AsyncGRPOConfig:
         max_tool_calling_iterations=guesses,
         vllm_server_base_url=options.server,
         weight_sync_steps=1,
-        # Above what the server may be behind, or samples are dropped that could not have been fresher.
+        # Above the lag that the server is allowed; otherwise samples would be dropped for no fault of theirs.
         max_staleness=options.max_lag + 3,
-        # No more games are under way, and no more wait to be learned from, than one step takes.
+        # At most as many games are played, and as many samples wait, as one step takes.
         max_inflight_tasks=GENERATIONS * GROUPS,
         queue_maxsize=GENERATIONS * GROUPS,
         report_to=[],

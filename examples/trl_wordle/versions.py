@@ -1,8 +1,8 @@
-"""Which weights made each token that the trainer learns from, told by the server itself.
+"""Which weights made each token that the trainer learns from, according to the server.
 
-TRL labels a sample with the count that was current when its group began. The server knows better: every answer carries
-the versions that made its tokens. `follow_versions` takes these along with each sample, labels the sample with the
-oldest of them, and keeps account of how stale every token was when the trainer took it.
+TRL labels a sample with the count that was current when its group started. The server has more precise data: every
+answer carries the versions that made its tokens. `follow_versions` records these with each sample, labels the sample
+with the oldest of them, and counts how stale every token was when the trainer took it.
 """
 
 from collections import Counter
@@ -17,16 +17,16 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, _Asy
 
 VERSION, LAST_VERSION = "x-deltasync-version", "x-deltasync-last-version"
 KEY = "made_by"
-"""Among the metrics of a sample, on its way from the rollout process to the trainer."""
+"""The key in the metrics of a sample, from the rollout process to the trainer."""
 
 MadeBy = tuple[int, int, int]
-"""The oldest and the newest version of one answer, and its number of tokens. -1 is the checkpoint of the start."""
+"""The oldest and the newest version of one answer, and its number of tokens. -1 is the initial checkpoint."""
 
 _answers: ContextVar[list[MadeBy]] = ContextVar("answers")
 
 
 class LabelledLoop(_AsyncRolloutLoop):
-    """TRL's rollout loop, which also reads the headers of the server's answers. Runs in TRL's rollout process."""
+    """TRL's rollout loop, extended to read the headers of the server's answers. It runs in TRL's rollout process."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -35,10 +35,10 @@ class LabelledLoop(_AsyncRolloutLoop):
     async def _generate_one(self, *args: Any, **kwargs: Any) -> Any:
         # Each conversation is a task of its own, with a context of its own.
         _answers.set([])
-        found = await super()._generate_one(*args, **kwargs)
-        for sequence in found[2]:
+        generated = await super()._generate_one(*args, **kwargs)
+        for sequence in generated[2]:
             self._made_by[sequence.rollout_id] = _answers.get()
-        return found
+        return generated
 
     async def _post(self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3) -> Any:
         async def ask() -> Any:
@@ -69,11 +69,11 @@ def _number(label: str) -> int:
 
 @dataclass(slots=True)
 class Account:
-    """What the trainer learned from. `staleness`: tokens by how many syncs their weights were behind the trainer's.
+    """Counts of what the trainer learned from. `staleness`: tokens by how many syncs their weights were behind.
 
-    An answer that was under way at a switch counts whole as made by the older weights: `spanning` of all `answers`.
-    `older_than_label`, `newer_than_label`: tokens whose weights were not those of the label that TRL gave the sample at
-    first. `dropped`: samples that were too old to be learned from.
+    An answer that was in progress at a switch counts as made by the older weights: `spanning` of all `answers`.
+    `older_than_label`, `newer_than_label`: tokens whose weights were not those of the label that TRL first gave the
+    sample. `dropped`: samples that were too old to learn from.
     """
 
     samples: int = 0
@@ -85,7 +85,7 @@ class Account:
     staleness: Counter[int] = field(default_factory=Counter)
 
     def add(self, made_by: list[MadeBy], *, label: int, count: int, count_of: Callable[[int], int]) -> None:
-        """Note a sample that TRL labelled with one of its counts, and takes at another."""
+        """Add a sample that TRL labelled with the count `label`, and takes at `count`."""
         self.samples += 1
         self.answers += len(made_by)
         for first, last, tokens in made_by:
@@ -102,7 +102,7 @@ class Account:
 
 
 class LabellingQueue:
-    """TRL's queue of samples, as the trainer reads it: each gets the label that the server's answers give it."""
+    """TRL's queue of samples, as the trainer reads it: each is labelled according to the server's answers."""
 
     def __init__(self, trainer: AsyncGRPOTrainer, count_of: Callable[[int], int], account: Account) -> None:
         self._queue = trainer.rollout_queue
@@ -116,7 +116,7 @@ class LabellingQueue:
         label, count = sample.model_version, self._trainer.model_version
         sample.model_version = min(self._count_of(first) for first, _, _ in made_by)
         if count - sample.model_version > self._trainer.args.max_staleness:
-            # TRL looks at the label next, and passes over the sample.
+            # TRL checks the label next, and drops the sample.
             self._account.dropped += 1
         else:
             self._account.add(made_by, label=label, count=count, count_of=self._count_of)
@@ -127,9 +127,9 @@ class LabellingQueue:
 
 
 def follow_versions(trainer: AsyncGRPOTrainer, count_of: Callable[[int], int]) -> Account:
-    """Let a trainer that has not begun yet label its samples truly; the account fills while it trains.
+    """Correct the labels of a trainer that has not started yet. The account fills while it trains.
 
-    `count_of` gives TRL's count for a version of the feed.
+    `count_of` returns TRL's count for a version of the feed.
     """
     account = Account()
     trainer.rollout_worker._loop_cls = LabelledLoop

@@ -1,1 +1,1 @@
-"""`deltasync demo`: reinforcement learning on Wordle, with a trainer and replicas that share nothing but a store."""
+"""The demo, `make demo`: a small policy learns Wordle, and its replicas follow every step through a feed."""

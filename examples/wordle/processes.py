@@ -1,106 +1,210 @@
-"""The processes of the demo, as the one that starts them sees them. None outlives `Processes.close`."""
+"""The processes of the demo: their settings, the inside of each, and how the command starts and ends them.
+
+A process sends events as lines of JSON on stdout, and receives orders as lines on stdin. When its stdin is closed, the
+command has ended for whatever reason, and the process ends too: none outlives the command, even if that is killed.
+"""
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Self
 
-from deltasync.errors import DeltasyncError, EngineError, StoreError
-from wordle.settings import LOGS, Settings
+from deltasync import DeltasyncError, EngineError, StoreError
 
-_STOPS = (signal.SIGINT, signal.SIGTERM)
+DEFAULT_REPLICAS = 2
+DEFAULT_STEPS = 160
+DEFAULT_LR = 5e-5
+
+GAMES, GROUP = 128, 8
+"""The number of games that a replica plays at once and a step learns from; games of one group have the same answer."""
+
+SPOOL = "rollouts"
+LOGS = "logs"
+"""Folders below that of the run."""
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 5.0
 """How long a process may take to end by itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """An event of a process; `fields` is None when it has ended."""
+class Settings:
+    """The settings of one run, as the command and all of its processes get them.
+
+    `model` is a folder with a checkpoint of transformers; None starts with a small, untrained policy.
+    """
+
+    store: str
+    out: str
+    replicas: int = DEFAULT_REPLICAS
+    steps: int = DEFAULT_STEPS
+    model: str | None = None
+    lr: float = DEFAULT_LR
+    seed: int = 0
+
+    @property
+    def folder(self) -> Path:
+        """The folder for everything but the feed."""
+        return Path(self.out)
+
+    @property
+    def replica_names(self) -> tuple[str, ...]:
+        return tuple(f"replica-{i + 1}" for i in range(self.replicas))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls(**json.loads(text))
+
+
+# --- inside a process -------------------------------------------------------------------------------------------------
+
+_send_lock = threading.Lock()
+
+
+def send(event: str, **fields: Any) -> None:
+    """Send one event to the command. Any thread may call this."""
+    with _send_lock:
+        print(json.dumps({"event": event, **fields}), file=sys.__stdout__, flush=True)
+
+
+class Orders:
+    """The orders that this process has received. `finish_at`: reach this version, report, and end."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        self.finish_at: int | None = None
+
+    def listen(self) -> None:
+        """Read stdin in a daemon thread."""
+        threading.Thread(target=self._read, daemon=True, name="orders").start()
+
+    def _read(self) -> None:
+        # Not sys.stdin: its buffer would be locked while this thread waits, and the interpreter could not exit.
+        with open(sys.stdin.fileno(), closefd=False) as lines:
+            for line in iter(lines.readline, ""):
+                self.finish_at = int(line)
+        self.stopped.set()
+
+
+def run_child(main: Callable[[Orders], None]) -> int:
+    """Run the main function of a process and return its exit code.
+
+    A DeltasyncError is sent to the command. Any other exception is left to the interpreter, which prints it to stderr.
+    """
+    logger = logging.getLogger("deltasync")
+    logger.addHandler(logging.StreamHandler(sys.stderr))
+    logger.setLevel(logging.INFO)
+    orders = Orders()
+    orders.listen()
+    try:
+        # Output that a library prints is not an event.
+        with redirect_stdout(sys.stderr):
+            main(orders)
+    except DeltasyncError as error:
+        send("error", kind=error.kind, message=error.message, hint=error.hint)
+        return 1
+    return 0
+
+
+# --- in the command ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event of a process; `fields` is None when the process has ended."""
 
     name: str
     fields: dict[str, Any] | None
 
 
 class Processes:
-    """The trainer and the replicas. They tell through a queue; errors of theirs are raised here."""
+    """The trainer and the replicas. Their events arrive in a queue, and their errors are raised by `next`."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._running: dict[str, subprocess.Popen[str]] = {}
-        self._told: SimpleQueue[tuple[subprocess.Popen[str], Told]] = SimpleQueue()
+        self._events: SimpleQueue[tuple[subprocess.Popen[str], Event]] = SimpleQueue()
         self._errors: dict[str, dict[str, Any]] = {}
-        self._begun: set[subprocess.Popen[str]] = set()
+        self._heard: set[subprocess.Popen[str]] = set()
+        """Processes that have sent an event."""
 
     def start(self, module: str, name: str, *arguments: str) -> None:
-        """Start a module of this package as a process. It does not get the Ctrl-C that is meant for us."""
-        with self._log(name).open("ab") as log, _undisturbed():
+        """Start a module of this package as a process, in a session of its own: it does not receive our Ctrl-C."""
+        path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with self._log(name).open("ab") as log, _signals_deferred():
             process = subprocess.Popen(
                 [sys.executable, "-m", f"wordle.{module}", self._settings.to_json(), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
                 start_new_session=True,
                 text=True,
             )
             self._running[name] = process
         threading.Thread(target=self._read, args=(process, name), daemon=True, name=f"{name}-events").start()
 
-    def next(self, timeout_s: float) -> Told | None:
-        """The next event; None if there is none for a while. An error that a process ended with is raised."""
+    def next(self, timeout_s: float) -> Event | None:
+        """The next event; None if none arrives in time. Raises the error that a process has ended with."""
         try:
-            process, told = self._told.get(timeout=timeout_s)
+            process, event = self._events.get(timeout=timeout_s)
         except Empty:
             return None
-        if self._running.get(told.name) is not process:
-            # Killed on purpose, and perhaps started again since.
+        if self._running.get(event.name) is not process:
+            # It was killed on purpose, and may have been started again since.
             return None
-        if told.fields is None:
-            del self._running[told.name]
-            self._require_success(told.name, process)
-        elif told.fields["event"] == "error":
-            self._errors[told.name] = told.fields
+        if event.fields is None:
+            del self._running[event.name]
+            self._require_success(event.name, process)
+        elif event.fields["event"] == "error":
+            self._errors[event.name] = event.fields
             return None
-        return told
+        return event
 
     def order(self, name: str, version: int) -> None:
-        """Tell a replica to come to a version, then to end."""
+        """Order a replica to reach a version and end."""
         pipe = self._running[name].stdin
-        # One that has ended by itself is told by its last event.
+        # If it has ended by itself, its last event says so.
         with suppress(BrokenPipeError):
             if pipe is not None:
                 pipe.write(f"{version}\n")
                 pipe.flush()
 
     def kill(self, name: str) -> None:
-        """SIGKILL."""
+        """Kill a process with SIGKILL."""
         process = self._running.pop(name)
         process.kill()
         process.wait()
 
     def close(self) -> None:
-        """Let all end by themselves, and kill what does not.
+        """Let all processes end by themselves, and kill those that do not.
 
-        One that has told nothing yet has nothing to bring to an end, and may be seconds away from listening.
+        A process that has sent no event has nothing to finish, and may be seconds away from reading its stdin.
         """
-        with _undisturbed():
+        with _signals_deferred():
             for process in self._running.values():
-                if process not in self._begun:
+                if process not in self._heard:
                     process.kill()
-                _close(process)
-            until_s = time.monotonic() + _GRACE_S
+                if process.stdin is not None:
+                    with suppress(BrokenPipeError):
+                        process.stdin.close()
+            deadline_s = time.monotonic() + _GRACE_S
             for process in self._running.values():
                 try:
-                    process.wait(max(0.0, until_s - time.monotonic()))
+                    process.wait(max(0.0, deadline_s - time.monotonic()))
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
@@ -115,44 +219,38 @@ class Processes:
                 for line in lines:
                     # A process that was killed may leave half a line.
                     if line.endswith("\n"):
-                        self._begun.add(process)
-                        self._told.put((process, Told(name, json.loads(line))))
-        self._told.put((process, Told(name, None)))
+                        self._heard.add(process)
+                        self._events.put((process, Event(name, json.loads(line))))
+        self._events.put((process, Event(name, None)))
 
     def _require_success(self, name: str, process: "subprocess.Popen[str]") -> None:
         code = process.wait()
-        told = self._errors.get(name)
-        if told is not None:
-            raise _same_error(told["kind"], f"{name}: {told['message']}", told["hint"])
+        error = self._errors.get(name)
+        if error is not None:
+            raise _error_of_kind(error["kind"], f"{name}: {error['message']}", error["hint"])
         if code != 0:
             log = self._log(name)
-            last = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
-            raise EngineError(f"{name} ended with exit code {code}: {last:.300}", hint=f"look at {log}")
+            last_line = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+            raise EngineError(f"{name} ended with exit code {code}: {last_line:.300}", hint=f"look at {log}")
 
 
-def _same_error(kind: str, message: str, hint: str | None) -> DeltasyncError:
-    """The error that a process told, as if it had happened here."""
+def _error_of_kind(kind: str, message: str, hint: str | None) -> DeltasyncError:
+    """The error that a process has sent, to be raised here."""
     if kind == StoreError.kind:
         return StoreError(message, transient=False, hint=hint)
-    found = (each for each in DeltasyncError.__subclasses__() if each.kind == kind)
-    return next(found, DeltasyncError)(message, hint=hint)
+    classes = (each for each in DeltasyncError.__subclasses__() if each.kind == kind)
+    return next(classes, DeltasyncError)(message, hint=hint)
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """SIGINT and SIGTERM wait for the end of the block: no process is forgotten half way."""
-    waiting: list[int] = []
-    before = {each: signal.signal(each, lambda number, _: waiting.append(number)) for each in _STOPS}
+def _signals_deferred() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM to the end of the block, so that no process is started and then forgotten."""
+    deferred: list[int] = []
+    before = {each: signal.signal(each, lambda number, _: deferred.append(number)) for each in _STOP_SIGNALS}
     try:
         yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-    for number in waiting:
+    for number in deferred:
         signal.raise_signal(number)
-
-
-def _close(process: "subprocess.Popen[str]") -> None:
-    if process.stdin is not None:
-        with suppress(BrokenPipeError):
-            process.stdin.close()

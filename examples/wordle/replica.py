@@ -1,46 +1,38 @@
-"""A replica of the demo: follows the feed in one thread, plays games with what is live in another.
+"""A replica of the demo: follows the feed in a thread, and plays games with the live version.
 
 Run as `python -m wordle.replica SETTINGS NAME`.
 """
 
 import sys
+import tempfile
 import threading
+import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from deltasync.errors import InvalidInputError
-from deltasync.feed.fetch import fetch_files
-from deltasync.feed.log import Log
-from deltasync.format.manifest import Manifest
-from deltasync.replica.events import Advance
-from deltasync.replica.follower import Follower
-from deltasync.store import open_store
-from deltasync.store.retry import RetryingStore
-from deltasync.torch.module import ModuleTarget
-from wordle.child import Orders, run, tell
-from wordle.playing import play
-from wordle.policy import policy_of_config
-from wordle.settings import GAMES, GROUP, SPOOL, Settings
-from wordle.spool import Rollouts, Spool
-from wordle.weights import digest_of, load, published_copy
-from wordle.wordle import Wordle
+from deltasync import Advance, Follower, InvalidInputError, NotFoundError, Store, StoreError, open_store, restore
+from deltasync.torch import ModuleTarget
+from wordle.game import Wordle
+from wordle.processes import GAMES, GROUP, SPOOL, Orders, Settings, run_child, send
+from wordle.rollouts import Rollouts, Spool
+from wordle.training import digest_of, play, policy_of_config, published_copy
 
-_LOOK_S = 0.2
-_FIRST_S = 1.0
-"""Between two looks for the first version: the trainer warms up, and each look is a listing."""
+_POLL_S = 0.2
+_FIRST_POLL_S = 1.0
+"""Pause between two polls for the first version: the trainer is warming up, and each poll is a listing."""
 _PATIENCE_S = 30.0
+"""How long a failing store is retried before there is a first version."""
 
 
-class Serving:
-    """A policy to play with, which takes over what is live between two batches of games.
+class LivePolicy:
+    """A policy to play with, which is updated between two batches of games.
 
-    `live` holds the published bits, and is what the follower overwrites. The policy computes in float32, which is
-    quicker on most CPUs.
+    `live` has the published bits and is what the follower overwrites. The policy itself computes in float32; every
+    bfloat16 is a float32, so that nothing is lost.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -51,87 +43,98 @@ class Serving:
         self._loaded: int | None = None
 
     def refresh(self) -> int | None:
-        """Take over what is live, and tell its version. All that is played until the next call is made by it."""
+        """Load the live version into the policy and return its number. It plays until the next call."""
         with self._lock:
             version = self.target.version
             if version is not None and version != self._loaded:
-                load(self.model, self.live)
+                self.model.load_state_dict(self.live.state_dict())
                 self._loaded = version
             return version
 
 
 class Player:
-    """Plays batches of games with what is live, and hands them to the trainer."""
+    """Plays batches of games with the live version, and hands them to the trainer."""
 
-    def __init__(self, serving: Serving, spool: Spool, name: str, *, seed: int) -> None:
-        self._serving = serving
+    def __init__(self, policy: LivePolicy, spool: Spool, name: str, *, seed: int) -> None:
+        self._policy = policy
         self._spool = spool
         self._name = name
         self._wordle = Wordle.bundled()
         self._random = torch.Generator().manual_seed(seed)
 
     def play(self) -> bool:
-        """One batch, each answer of it for a group of games. False if it is not the time for one."""
-        # Games that wait for the trainer only get old.
+        """Play one batch, with a group of games for each answer. Return False if it is too early for one."""
+        # Games that wait for the trainer only get older.
         if self._spool.waiting(self._name) > 0:
             return False
-        version = self._serving.refresh()
+        version = self._policy.refresh()
         if version is None:
             return False
         drawn = torch.randint(len(self._wordle.words), (GAMES // GROUP,), generator=self._random)
-        played = play(self._serving.model, self._wordle, np.repeat(drawn.numpy(), GROUP), self._random)
+        played = play(self._policy.model, self._wordle, np.repeat(drawn.numpy(), GROUP), self._random)
         self._spool.put(Rollouts(self._name, version, played))
         return True
 
 
 def main(settings: Settings, name: str, orders: Orders) -> None:
-    """Follow and play until told otherwise."""
+    """Follow and play until ordered otherwise."""
     torch.set_num_threads(1)
-    with closing(open_store(settings.store)) as store:
-        head = _first(Log(RetryingStore(store, limit_s=_PATIENCE_S)), orders)
-        if head is None:
+    with open_store(settings.store) as store:
+        first = _first_version(store, orders)
+        if first is None:
             return
-        config = fetch_files(store, head).get("config.json")
-        if config is None:
-            raise InvalidInputError(f"there is no config.json in {store.url}", hint="let the demo make its own feed")
-        serving = Serving(policy_of_config(config))
-        # A replica plays other games than the next one, and than itself before it was started again.
-        seed = zlib.crc32(f"{settings.seed} {name} {head.version}".encode())
-        player = Player(serving, Spool(settings.folder / SPOOL), name, seed=seed)
+        version, config = first
+        policy = LivePolicy(policy_of_config(config))
+        # A replica plays other games than its neighbour, and than itself before a restart.
+        seed = zlib.crc32(f"{settings.seed} {name} {version}".encode())
+        player = Player(policy, Spool(settings.folder / SPOOL), name, seed=seed)
         mirror = settings.folder / f"{name}.mirror"
-        with Follower(store, serving.target, mirror=mirror, replica=name, observer=_tell_move) as follower:
-            _serve(follower, serving, player, orders)
+        with Follower(store, policy.target, mirror=mirror, replica=name, observer=_send_move) as follower:
+            follower.start()
+            _serve(follower, policy, player, orders)
 
 
-def _serve(follower: Follower, serving: Serving, player: Player, orders: Orders) -> None:
-    """Follow in a thread and play in this one; at the end, tell the digest of what is live."""
-    with ThreadPoolExecutor(1) as threads:
-        following = threads.submit(follower.follow)
-        try:
-            while not following.done() and not orders.stopped.is_set():
-                if orders.finish_at is None:
-                    if not player.play():
-                        orders.stopped.wait(_LOOK_S / 4)
-                elif serving.target.version == orders.finish_at:
-                    tell("final", version=orders.finish_at, digest=digest_of(serving.live).hex)
-                    return
-                else:
-                    orders.stopped.wait(_LOOK_S)
-        finally:
-            follower.stop()
-        following.result()
+def _serve(follower: Follower, policy: LivePolicy, player: Player, orders: Orders) -> None:
+    """Play until the last version is live, then report the digest of the live weights."""
+    while not orders.stopped.is_set():
+        if follower.error is not None and not follower.status().is_following:
+            raise follower.error
+        if orders.finish_at is None:
+            if not player.play():
+                orders.stopped.wait(_POLL_S / 4)
+        elif policy.target.version == orders.finish_at:
+            send("final", version=orders.finish_at, digest=digest_of(policy.live))
+            return
+        else:
+            orders.stopped.wait(_POLL_S)
 
 
-def _first(log: Log, orders: Orders) -> Manifest | None:
-    """The head, as soon as there is one; None if this process is to end before."""
-    while (head := log.head()) is None:
-        if orders.stopped.wait(_FIRST_S):
-            return None
-    return head
+def _first_version(store: Store, orders: Orders) -> tuple[int, bytes] | None:
+    """The newest version and its config.json, as soon as there is one; None if this process was stopped before."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "first"
+        while True:
+            try:
+                version = restore(store, checkpoint).version
+                break
+            except NotFoundError:
+                deadline_s = time.monotonic() + _PATIENCE_S
+            except StoreError as error:
+                if not error.transient or time.monotonic() > deadline_s:
+                    raise
+            if orders.stopped.wait(_FIRST_POLL_S):
+                return None
+        config = checkpoint / "config.json"
+        if not config.is_file():
+            raise InvalidInputError(
+                f"the feed in {store.url} has no config.json", hint="let the demo make its own feed"
+            )
+        return version, config.read_bytes()
 
 
-def _tell_move(moved: Advance) -> None:
-    tell(
+def _send_move(moved: Advance) -> None:
+    send(
         "moved",
         version=moved.version,
         from_version=moved.from_version,
@@ -143,4 +146,4 @@ def _tell_move(moved: Advance) -> None:
 
 if __name__ == "__main__":
     given = Settings.from_json(sys.argv[1])
-    sys.exit(run(lambda orders: main(given, sys.argv[2], orders)))
+    sys.exit(run_child(lambda orders: main(given, sys.argv[2], orders)))

@@ -1,18 +1,24 @@
-"""`report.html`: one file that needs nothing else, with plots drawn as SVG."""
+"""The result of a run: as text, as JSON, and as `report.html`, one file with plots as SVG that loads nothing else."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from html import escape
+from statistics import mean, median
+from typing import Any
 
-from wordle.run import Outcome
-from wordle.screen import recovery_text
-from wordle.summary import facts
+from deltasync import Verification
+from wordle.processes import Settings
+from wordle.screen import Board, Score, recovery_text
+
+TRAINER = "trainer"
+"""The name of the trainer's process."""
 
 Points = Sequence[tuple[float, float]]
 
 _WIDTH, _HEIGHT, _MARGIN = 640, 220, 48
 _COLORS = ("#1f6feb", "#d1691b", "#2a8a4a", "#8957c9", "#b0344a", "#777777")
 _SMOOTH = 9
-"""Steps of which the reward's thick line is the mean: a single batch of games is noisy."""
+"""The number of steps that the smoothed reward is the mean of: a single batch of games is noisy."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 44em; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse } td { padding: .15em 1em .15em 0; vertical-align: top }
@@ -21,8 +27,101 @@ code { font-size: .9em; word-break: break-all }
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run that was completed."""
+
+    settings: Settings
+    board: Board
+    verification: Verification
+    seconds: float
+
+
+def facts(outcome: Outcome) -> list[tuple[str, str]]:
+    """Names and values, for people."""
+    board, verification = outcome.board, outcome.verification
+    versions = sum(row.version is not None for row in board.rows)
+    return [
+        ("before", f"{_score(board.before)} (after a supervised warm-up, before the first step of GRPO)"),
+        ("after", f"{_score(board.after)} (after {board.done} steps)"),
+        ("feed", outcome.settings.store),
+        ("versions", f"{versions}, {_changed(board)} of {board.weights} weights changed (median)"),
+        ("sent", _sent(board, versions)),
+        ("times", _times(board)),
+        ("lag", _lags(board)),
+        ("killed", recovery_text(board)),
+        ("digests", f"equal: {board.digests[TRAINER]} in {', '.join(board.digests)}"),
+        (
+            "verify --deep",
+            f"{'clean' if verification.is_clean else 'DAMAGED'}, {len(verification.restorable)} versions decoded",
+        ),
+        ("time", f"{outcome.seconds:.0f} s"),
+    ]
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
+    """The same for programs, with every step."""
+    board = outcome.board
+    return {
+        "settings": asdict(outcome.settings),
+        "weights": board.weights,
+        "before": None if board.before is None else asdict(board.before),
+        "after": None if board.after is None else asdict(board.after),
+        "sent_bytes": board.sent_bytes,
+        "copies_bytes": board.copies_bytes,
+        "full_bytes": board.full_bytes,
+        "head": board.head,
+        "digests": board.digests,
+        "recovery": None if board.recovery is None else asdict(board.recovery),
+        "verification": outcome.verification.to_json(),
+        "seconds": outcome.seconds,
+        "rows": [asdict(row) for row in board.rows],
+    }
+
+
+def _score(score: Score | None) -> str:
+    return "unknown" if score is None else f"mean reward {score.reward:.3f}, {score.solved:.0%} of the games solved"
+
+
+def _sent(board: Board, versions: int) -> str:
+    deltas = [row.nbytes for row in board.rows if row.version and row.nbytes is not None]
+    ratio = board.copies_bytes / max(1, board.sent_bytes)
+    return (
+        f"{_mb(sum(deltas))} in {len(deltas)} deltas and {_mb(board.sent_bytes - sum(deltas))} in anchors; "
+        f"{versions} full copies are {_mb(board.copies_bytes)}, {ratio:.1f} times as much"
+    )
+
+
+def _changed(board: Board) -> str:
+    shares = [row.changed / row.elements for row in board.rows if row.changed is not None and row.elements]
+    return f"{median(shares):.1%}" if shares else "none"
+
+
+def _times(board: Board) -> str:
+    held = [1e3 * row.held_s for row in board.rows[1:] if row.held_s is not None]
+    paused = [1e3 * pause_s for row in board.rows[1:] for pause_s in row.pauses_s.values()]
+    steps = [row.step_s for row in board.rows if row.step_s is not None]
+    return (
+        f"median step {_median(steps):.2f} s, of which {_median(held):.2f} ms held up by publishing; "
+        f"median pause of a replica {_median(paused):.2f} ms"
+    )
+
+
+def _lags(board: Board) -> str:
+    ages = [row.age for row in board.rows if row.age is not None]
+    return f"games were {mean(ages):.1f} versions old on average, {max(ages)} at most" if ages else "unknown"
+
+
+def _median(values: list[float]) -> float:
+    return median(values) if values else 0.0
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.2f} MB"
+
+
 def report_html(outcome: Outcome) -> str:
-    """The whole page."""
+    """The report as one HTML page."""
     rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in facts(outcome))
     plots = "".join(f"<h2>{escape(title)}</h2>{plot}" for title, plot in _plots(outcome))
     return (
@@ -54,7 +153,7 @@ def _plots(outcome: Outcome) -> list[tuple[str, str]]:
         (f"Bytes of each version; a full copy has {board.full_bytes / 1e3:.0f} kB", plot(sent)),
         ("Elements that changed", plot(changed)),
         ("Versions behind", plot(lags | ages)),
-        ("What the trainer was held up, and what a replica paused", plot(times)),
+        ("How long publishing held up the trainer, and how long a replica paused", plot(times)),
     ]
 
 

@@ -1,41 +1,136 @@
-"""A run of the demo from its begin to its end: starts the processes, kills one, compares the digests, verifies."""
+"""The command: starts the processes of a run, kills one in the middle, compares the digests, verifies the feed."""
 
+import argparse
 import importlib.util
+import json
+import math
+import signal
+import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from deltasync.errors import EngineError, InvalidInputError, MismatchError
-from deltasync.feed.log import Log
-from deltasync.feed.verify import Verification, verify
-from deltasync.store import open_store
-from wordle.board import Board
-from wordle.processes import Processes, Told
-from wordle.settings import LOGS, SPOOL, Settings
+from deltasync import (
+    CorruptError,
+    DeltasyncError,
+    EngineError,
+    FormatError,
+    InvalidInputError,
+    MismatchError,
+    open_store,
+    verify,
+)
+from wordle.processes import (
+    DEFAULT_LR,
+    DEFAULT_REPLICAS,
+    DEFAULT_STEPS,
+    LOGS,
+    SPOOL,
+    Event,
+    Processes,
+    Settings,
+)
+from wordle.report import TRAINER, Outcome, facts, report_html, to_json
+from wordle.screen import Board, Silent, best_screen
 
-TRAINER = "trainer"
 _NEEDED = ("torch", "transformers")
-_LOOK_S = 0.2
-_COMES_S = 180.0
-"""How long a replica may take to begin, and to come to the last version."""
+_POLL_S = 0.2
+_CATCH_UP_S = 180.0
+"""How long a replica may take to start, and to reach the last version."""
 
 Show = Callable[[Board], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A run that went well to its end."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code. An error is one line on stderr."""
+    args = _parser().parse_args(argv)
+    try:
+        _run_command(args)
+    except DeltasyncError as error:
+        return _fail(str(error), 3 if isinstance(error, CorruptError | FormatError | MismatchError) else 1)
+    except OSError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    return 0
 
-    settings: Settings
-    board: Board
-    verification: Verification
-    seconds: float
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="wordle",
+        description="Asynchronous GRPO on Wordle: a trainer and replicas that share nothing but a store.",
+    )
+    parser.add_argument("--store", metavar="URL", help="the feed (default: a folder below --out)")
+    parser.add_argument("--out", metavar="DIR", help="a new folder for everything else (default: deltasync-demo/TIME)")
+    parser.add_argument(
+        "--replicas", type=_at_least(1), default=DEFAULT_REPLICAS, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument("--steps", type=_at_least(1), default=DEFAULT_STEPS, metavar="N", help="default: %(default)s")
+    parser.add_argument("--model", metavar="DIR", help="a checkpoint to start from (default: a new, small model)")
+    parser.add_argument("--lr", type=_rate, default=DEFAULT_LR, metavar="F", help="of GRPO (default: %(default)s)")
+    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return parser
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a learning rate between 0 and 1")
+    return value
+
+
+def _fail(message: str, code: int) -> int:
+    print("error: " + " ".join(message.splitlines()), file=sys.stderr)
+    return code
+
+
+def _run_command(args: argparse.Namespace) -> None:
+    out = Path(time.strftime("deltasync-demo/%Y%m%d-%H%M%S") if args.out is None else args.out)
+    settings = Settings(
+        store=str(out.resolve() / "feed") if args.store is None else args.store,
+        out=str(out.resolve()),
+        replicas=args.replicas,
+        steps=args.steps,
+        model=args.model,
+        lr=args.lr,
+        seed=args.seed,
+    )
+    # SIGTERM ends the processes as well, as Ctrl-C does.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        prepare(settings)
+        with Silent() if args.json else best_screen() as screen:
+            outcome = run(settings, screen.show)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    report = out / "report.html"
+    report.write_text(report_html(outcome), encoding="utf-8")
+    if args.json:
+        print(json.dumps(to_json(outcome), indent=2))
+    else:
+        for name, text in (*facts(outcome), ("report", str(report))):
+            print(f"{name:<14} {text}")
+    if not outcome.verification.is_clean:
+        raise CorruptError(
+            f"the feed in {settings.store} is damaged", hint=f"run `deltasync verify {settings.store} --deep`"
+        )
 
 
 def prepare(settings: Settings) -> None:
-    """Make the folder of the run. InvalidInputError, before any process is started, for what cannot work."""
+    """Make the folder of the run. Raises InvalidInputError for settings that cannot work, before any process starts."""
     for name in _NEEDED:
         if importlib.util.find_spec(name) is None:
             raise InvalidInputError(f"{name} is not installed here", hint="pip install 'deltasync[transformers]'")
@@ -49,74 +144,73 @@ def prepare(settings: Settings) -> None:
         )
     folder = settings.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidInputError(f"{folder} is there already", hint="choose another folder with --out, or remove it")
-    with closing(open_store(settings.store)) as store:
-        if Log(store).head() is not None:
+        raise InvalidInputError(f"{folder} already exists", hint="choose another folder with --out, or remove it")
+    with open_store(settings.store) as store:
+        if verify(store).head is not None:
             raise InvalidInputError(
-                f"there is a feed in {settings.store} already", hint="choose another place with --store"
+                f"there is already a feed in {settings.store}", hint="choose another place with --store"
             )
     for name in (SPOOL, LOGS):
         (folder / name).mkdir(parents=True)
 
 
 def run(settings: Settings, show: Show) -> Outcome:
-    """The whole run. When this returns or raises, no process of it is left."""
-    since = time.monotonic()
-    director = Director(settings, Processes(settings), show)
-    board = director.run()
+    """Run the demo. When this returns or raises, none of its processes is left."""
+    started_s = time.monotonic()
+    board = Director(settings, Processes(settings), show).run()
     require_equal(board)
-    with closing(open_store(settings.store)) as store:
-        found = verify(store, deep=True)
-    return Outcome(settings, board, found, time.monotonic() - since)
+    return Outcome(settings, board, verify(settings.store, deep=True), time.monotonic() - started_s)
 
 
 class Director:
-    """Leads the processes through a run. `comes_s`: how long a replica is waited for."""
+    """Leads the processes through a run. `catch_up_s`: how long to wait for a replica."""
 
-    def __init__(self, settings: Settings, processes: Processes, show: Show, *, comes_s: float = _COMES_S) -> None:
+    def __init__(
+        self, settings: Settings, processes: Processes, show: Show, *, catch_up_s: float = _CATCH_UP_S
+    ) -> None:
         self._settings = settings
         self._processes = processes
         self._show = show
-        self._comes_s = comes_s
+        self._catch_up_s = catch_up_s
         self._due_s: dict[str, float] = {}
         self.board = Board(settings.replica_names, settings.steps)
 
     def run(self) -> Board:
-        """Until every process has told its last digest."""
+        """Run until every process has reported its last digest."""
         try:
             self._processes.start(TRAINER, TRAINER)
             for name in self._settings.replica_names:
                 self._processes.start("replica", name, name)
             while len(self.board.digests) < 1 + self._settings.replicas:
-                told = self._processes.next(_LOOK_S)
-                if told is not None:
-                    self._take(told)
+                event = self._processes.next(_POLL_S)
+                if event is not None:
+                    self._handle(event)
                     self._show(self.board)
                 self._require_in_time()
             return self.board
         finally:
             self._processes.close()
 
-    def _take(self, told: Told) -> None:
-        if told.fields is None:
-            if told.name not in self.board.digests:
-                raise EngineError(f"{told.name} ended too early", hint=self._where(told.name))
+    def _handle(self, event: Event) -> None:
+        if event.fields is None:
+            if event.name not in self.board.digests:
+                raise EngineError(f"{event.name} ended too early", hint=self._log_hint(event.name))
             return
-        self.board.take(told.name, told.fields, now_s=time.monotonic())
-        event = told.fields["event"]
-        if event == "ready":
+        self.board.add(event.name, event.fields, now_s=time.monotonic())
+        kind = event.fields["event"]
+        if kind == "ready":
             self._expect(*self._settings.replica_names)
-        elif (event == "moved" and self.board.after is None) or event == "final":
-            self._due_s.pop(told.name, None)
-        elif event == "stepped" and self.board.done == (self._settings.steps + 1) // 2:
+        elif (kind == "moved" and self.board.after is None) or kind == "final":
+            self._due_s.pop(event.name, None)
+        elif kind == "stepped" and self.board.done == (self._settings.steps + 1) // 2:
             self._kill_one()
-        elif event == "trained":
+        elif kind == "trained":
             for name in self._settings.replica_names:
-                self._processes.order(name, told.fields["version"])
+                self._processes.order(name, event.fields["version"])
             self._expect(*self._settings.replica_names)
 
     def _kill_one(self) -> None:
-        """The last replica, in the middle of whatever it does. It is started again at once, and left to itself."""
+        """Kill the last replica, whatever it is doing, and start it again at once."""
         name = self._settings.replica_names[-1]
         self._processes.kill(name)
         self.board.kill(name, now_s=time.monotonic())
@@ -124,25 +218,25 @@ class Director:
         self._expect(name)
 
     def _expect(self, *names: str) -> None:
-        self._due_s |= dict.fromkeys(names, time.monotonic() + self._comes_s)
+        self._due_s |= dict.fromkeys(names, time.monotonic() + self._catch_up_s)
 
     def _require_in_time(self) -> None:
         now_s = time.monotonic()
         for name, due_s in self._due_s.items():
             if now_s > due_s:
                 raise EngineError(
-                    f"{name} did not come to the newest version in {self._comes_s:g} s", hint=self._where(name)
+                    f"{name} did not reach the newest version in {self._catch_up_s:g} s", hint=self._log_hint(name)
                 )
 
-    def _where(self, name: str) -> str:
+    def _log_hint(self, name: str) -> str:
         return f"look at {self._settings.folder / LOGS / name}.log"
 
 
 def require_equal(board: Board) -> None:
     """MismatchError if the live weights of any process are not those of the trainer."""
     wanted = board.digests[TRAINER]
-    for name, found in board.digests.items():
-        if found != wanted:
+    for name, digest in board.digests.items():
+        if digest != wanted:
             raise MismatchError(
-                f"{name} has the digest {found}, the trainer has {wanted}", hint="this is a bug: keep the folder"
+                f"{name} has the digest {digest}, the trainer has {wanted}", hint="this is a bug: keep the folder"
             )

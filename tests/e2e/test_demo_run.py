@@ -1,7 +1,7 @@
-"""`deltasync demo` as a newcomer runs it: to its end on several stores, interrupted, killed, and with what cannot work.
+"""The demo as a newcomer runs it: to its end on several stores, interrupted, killed, and with wrong settings.
 
-Most of the time of a run goes into importing torch and transformers, once for each process: so most have one replica.
-A whole run on a folder is what `make demo` is.
+Most of the time of a run goes into importing torch and transformers in each process, so most runs have one replica. A
+whole run on a folder is what `make demo` does.
 """
 
 import json
@@ -19,20 +19,20 @@ import pytest
 from support.hub import hub
 from support.servers import Server, free_port, seaweed
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from wordle.board import Board
-from wordle.policy import VOCABULARY, loaded_policy
-from wordle.processes import Processes
+from wordle.processes import Processes, Settings
 from wordle.run import Director, prepare
-from wordle.settings import Settings
+from wordle.screen import Board
+from wordle.training import VOCABULARY, loaded_policy
 
 import deltasync
-from deltasync.errors import EngineError, InvalidInputError
+from deltasync import EngineError, InvalidInputError
 from deltasync.feed.log import Log
 
 pytestmark = pytest.mark.e2e
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LONG_S = 600.0
-"""Longer than anything takes, on a machine that is busy with other things."""
+"""Longer than any run takes on a busy machine."""
 
 WITHOUT = """
 import sys
@@ -44,14 +44,14 @@ class Without(PathFinder):
         return None if name == sys.argv[1] else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without
-from deltasync.cli.main import main
+from wordle.run import main
 sys.exit(main(sys.argv[2:]))
 """
 """The command on a machine that lacks a package."""
 
 
 def save_policy(folder: Path, *, vocabulary: int = VOCABULARY) -> Path:
-    """A model that is even smaller than that of the demo, to be warmed up in seconds."""
+    """Save a model that is even smaller than that of the demo; its warm-up takes seconds."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, **sizes, **heads)).save_pretrained(folder)
@@ -70,7 +70,7 @@ def s3() -> Iterator[Server]:
 
 
 def children(out: Path) -> list[int]:
-    """Processes of the run in this folder, but for the command itself."""
+    """The processes of the run in this folder, except for the command itself."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -94,13 +94,13 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def demo(
     out: Path, *arguments: str, environment: Mapping[str, str] | None = None, without: str | None = None
 ) -> Iterator["subprocess.Popen[str]"]:
-    """The command as a process; nothing of it is left behind, whatever the test does."""
-    # Shells start what runs in the background with SIGINT ignored, and that would be inherited.
+    """Run the command as a process, and leave no process behind, whatever the test does."""
+    # Shells start background jobs with SIGINT ignored, and children would inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = ["-m", "deltasync"] if without is None else ["-c", WITHOUT, without]
+    command = ["-m", "wordle"] if without is None else ["-c", WITHOUT, without]
     process = subprocess.Popen(
-        [sys.executable, *command, "demo", "--out", str(out), *arguments],
-        env={**os.environ, **({} if environment is None else environment)},
+        [sys.executable, *command, "--out", str(out), *arguments],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES), **({} if environment is None else environment)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -115,13 +115,13 @@ def demo(
             os.kill(pid, signal.SIGKILL)
 
 
-def fails(process: "subprocess.Popen[str]", out: Path, *told: str, code: int = 1) -> str:
-    """It ends by itself with a message of one line, and leaves nothing running; what it showed."""
+def fails(process: "subprocess.Popen[str]", out: Path, *wanted: str, code: int = 1) -> str:
+    """Require that it ends with a message of one line and leaves no process running; return its output."""
     shown, errors = process.communicate(timeout=LONG_S)
     assert process.returncode == code, errors
     last = errors.rstrip().rpartition("\n")[2]
     assert last.startswith("error: ")
-    for words in told:
+    for words in wanted:
         assert words in last
     assert "Traceback" not in errors
     assert children(out) == []
@@ -160,18 +160,18 @@ def test_whole_run(
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         with demo(out, *options, "--store", url) as process:
-            told, errors = process.communicate(timeout=LONG_S)
+            output, errors = process.communicate(timeout=LONG_S)
         assert process.returncode == 0, errors
         assert children(out) == []
-        found = json.loads(told)
+        found = json.loads(output)
         assert found["digests"].keys() == {"trainer", *names}
         assert len(set(found["digests"].values())) == 1
         assert found["verification"]["clean"]
         assert found["verification"]["deep"]
-        # Proved once more, by what others would use.
+        # Proved once more, by restoring the last version.
         store = deltasync.open_store(url)
         assert deltasync.restore(store, tmp_path / "last").version == found["head"]
-        # All replicas left for good.
+        # All replicas have deleted their heartbeats.
         assert Log(store).heartbeats() == []
     assert deltasync.digest(tmp_path / "last").hex == found["digests"]["trainer"]
     assert (tmp_path / "last" / "config.json").is_file()
@@ -180,7 +180,7 @@ def test_whole_run(
     back = found["recovery"]
     assert (back["replica"], back["at_step"]) == (names[-1], steps // 2)
     assert back["had"] is not None
-    # It went on from its mirror: no anchor was fetched.
+    # It resumed from its mirror: no anchor was fetched.
     assert set(back["edges"]) <= {"delta"}
     assert back["back"] >= back["had"]
     assert "<svg" in (out / "report.html").read_text()
@@ -199,7 +199,7 @@ def test_interrupted(at: str, number: int, policy: Path, tmp_path: Path) -> None
             assert process.stdout is not None
             assert "supervised" in process.stdout.readline()
         else:
-            # The replica was just killed, and is started again.
+            # The replica was just killed, and is being started again.
             wait_for_version(feed, 5)
         process.send_signal(number)
         fails(process, out, "interrupted", code=130)
@@ -210,7 +210,7 @@ def test_interrupted(at: str, number: int, policy: Path, tmp_path: Path) -> None
 
 
 def test_killed(policy: Path, tmp_path: Path) -> None:
-    """Nobody is left to clean up, and yet nothing is left."""
+    """When the command is killed, its processes end by themselves."""
     out = tmp_path / "run"
     with demo(out, "--model", str(policy), "--steps", "1000", "--replicas", "1") as process:
         wait_for_version(out / "feed", 1)
@@ -224,32 +224,32 @@ def test_a_replica_that_dies(policy: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with demo(out, "--model", str(policy), "--replicas", "1") as process:
         wait_until(lambda: len(children(out)) == 2)
-        replica = next(pid for pid in children(out) if b"demo.replica" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        replica = next(pid for pid in children(out) if b"wordle.replica" in Path(f"/proc/{pid}/cmdline").read_bytes())
         os.kill(replica, signal.SIGKILL)
         fails(process, out, "replica-1 ended with exit code -9", "look at")
 
 
 class _WithoutReplicas(Processes):
-    """They never come."""
+    """Does not start replicas."""
 
     def start(self, module: str, name: str, *arguments: str) -> None:
         if module != "replica":
             super().start(module, name, *arguments)
 
 
-def test_a_replica_that_never_comes(policy: Path, tmp_path: Path) -> None:
+def test_a_replica_that_never_starts(policy: Path, tmp_path: Path) -> None:
     settings = Settings(str(tmp_path / "feed"), str(tmp_path / "run"), replicas=1, steps=1000, model=str(policy))
     prepare(settings)
     boards: list[Board] = []
-    director = Director(settings, _WithoutReplicas(settings), boards.append, comes_s=0.5)
-    with pytest.raises(EngineError, match=r"replica-1 did not come to the newest version in 0\.5 s"):
+    director = Director(settings, _WithoutReplicas(settings), boards.append, catch_up_s=0.5)
+    with pytest.raises(EngineError, match=r"replica-1 did not reach the newest version in 0\.5 s"):
         director.run()
     assert children(tmp_path / "run") == []
     assert deltasync.verify(deltasync.open_store(settings.store), deep=True).is_clean
 
 
 def test_a_store_that_fails(policy: Path, tmp_path: Path) -> None:
-    """The trainer does not go on learning for nobody."""
+    """The trainer stops instead of learning what no replica can get."""
     out = tmp_path / "run"
     payloads = out / "feed" / "payloads"
     with demo(out, "--model", str(policy), "--steps", "1000", "--replicas", "1") as process:
@@ -265,17 +265,17 @@ REFUSED = {
     "store not reachable": ("--store s3://feeds/demo", "s3://feeds/demo: http://127.0.0.1:", "cannot be reached"),
     "no such bucket": ("--store s3://nowhere/demo", "nowhere", "the bucket does not exist"),
     "wrong keys": ("--store s3://feeds/demo", "s3://feeds/demo", "the credentials are not accepted"),
-    "feed of another run": ("--store s3://feeds/old", "there is a feed in s3://feeds/old already", "with --store"),
+    "feed of another run": ("--store s3://feeds/old", "there is already a feed in s3://feeds/old", "with --store"),
     "no model": ("--model nowhere", "nowhere has no config.json", "transformers checkpoint"),
     "no torch": ("", "torch is not installed here", "pip install 'deltasync[transformers]'"),
     "no transformers": ("", "transformers is not installed here", "pip install 'deltasync[transformers]'"),
 }
-"""Options, and what is told about them: which, and what to do."""
+"""Options, and what the message says: what is wrong, and what to do."""
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_at_once(case: str, tmp_path: Path, s3: Server) -> None:
-    out, (options, *told) = tmp_path / "run", REFUSED[case]
+    out, (options, *wanted) = tmp_path / "run", REFUSED[case]
     environment, without = dict(s3.environment), None
     if case == "store not reachable":
         environment["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{free_port()}"
@@ -290,12 +290,12 @@ def test_refused_at_once(case: str, tmp_path: Path, s3: Server) -> None:
     elif case in ("no torch", "no transformers"):
         without = case.removeprefix("no ")
     with demo(out, *options.split(), environment=environment, without=without) as process:
-        fails(process, out, *told)
+        fails(process, out, *wanted)
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "reason"),
     [
         ("config.json", b"{", "not a valid JSON"),
         ("config.json", b'{"model_type": "t5"}', "T5Config"),
@@ -303,16 +303,16 @@ def test_refused_at_once(case: str, tmp_path: Path, s3: Server) -> None:
         ("model.safetensors", bytes(100), "header"),
         ("model.safetensors", None, "no file named model.safetensors"),
     ],
-    ids=["no JSON", "no language model", "impossible", "damaged weights", "no weights"],
+    ids=["no JSON", "no language model", "invalid config", "damaged weights", "no weights"],
 )
-def test_a_model_that_cannot_be_loaded(name: str, content: bytes | None, told: str, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded(name: str, content: bytes | None, reason: str, tmp_path: Path) -> None:
     folder = save_policy(tmp_path / "model")
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
     with pytest.raises(InvalidInputError, match="cannot be loaded as a causal language model") as refused:
         loaded_policy(folder)
-    assert told in refused.value.message
+    assert reason in refused.value.message
     assert "\n" not in str(refused.value)
     assert refused.value.hint
 

@@ -1,4 +1,4 @@
-"""The examples, run as a newcomer would: as programs of their own, offline, and on a store of the reader's choice."""
+"""The examples, run as a newcomer runs them: as programs, offline, and on a store that is given or temporary."""
 
 import os
 import re
@@ -17,9 +17,7 @@ from safetensors.torch import save_file
 from support.hub import hub
 from support.servers import seaweed
 
-from deltasync.feed.log import Log
-from deltasync.feed.verify import verify
-from deltasync.store import open_store
+from deltasync import restore, verify
 
 pytestmark = pytest.mark.e2e
 
@@ -29,12 +27,13 @@ EXAMPLES = ROOT / "examples"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What an example tells at its end, and which feeds it leaves below the store that it is given.
+    """The last words of an example, and the feeds that it leaves below the store that it is given.
 
-    `needs` a store of this kind; without it, any will do, and by default a temporary folder. `ranks` under torchrun.
+    `needs`: the kind of store that it takes; None is any kind, and by default a temporary folder. `ranks`: the number
+    of ranks under torchrun.
     """
 
-    told: str
+    output: str
     feeds: tuple[str, ...] = ("",)
     needs: Literal["s3", "hub"] | None = None
     ranks: int | None = None
@@ -53,7 +52,7 @@ SCRIPTS = {
 
 
 def run(name: str, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None) -> str:
-    """What an example prints; it must succeed, and say what it should. Without other orders there is no hub."""
+    """Run an example, which must succeed and print its last words; return its output. By default there is no hub."""
     example = SCRIPTS[name]
     launcher = [] if example.ranks is None else ["-m", "torch.distributed.run", "--standalone"]
     if example.ranks is not None:
@@ -70,26 +69,26 @@ def run(name: str, *arguments: str, folder: Path, environment: Mapping[str, str]
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert example.told in done.stdout
+    assert example.output in done.stdout
     assert "NO" not in done.stdout.split()
     return done.stdout
 
 
 @contextmanager
 def store_for(name: str, folder: Path) -> Iterator[tuple[str, Mapping[str, str] | None]]:
-    """The URL of an empty store of the kind that an example needs, and what has to be exported for it."""
+    """The URL of an empty store of the kind that an example needs, and its environment variables."""
     if SCRIPTS[name].needs == "s3":
         with seaweed() as server:
             yield server.url("example"), server.environment
     elif SCRIPTS[name].needs == "hub":
         with hub() as standin:
-            # It makes the bucket itself.
+            # The example makes the bucket itself.
             yield "hf://buckets/user/feeds/example", standin.environment()
     else:
         yield str(folder / "store"), None
 
 
-def test_none_is_forgotten() -> None:
+def test_every_example_is_listed() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == SCRIPTS.keys()
     listed = re.findall(r"^\| \[`?([\w/.]+?)/?`?\]\(([\w/.]+?)/?\) \|", (EXAMPLES / "README.md").read_text(), re.M)
     assert all(text == link for text, link in listed)
@@ -100,7 +99,7 @@ def test_none_is_forgotten() -> None:
 @pytest.mark.parametrize("name", ["feed.py", "torch_loop.py", "fsdp2.py"])
 def test_example_on_a_temporary_store(name: str, tmp_path: Path) -> None:
     run(name, folder=tmp_path)
-    # Its own temporary folder is gone; torch leaves caches, and torchrun its logs.
+    # Its own temporary folder is gone; torch leaves caches, and torchrun leaves logs.
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("torch")] == []
 
 
@@ -111,9 +110,9 @@ def test_example_on_a_store_that_is_given(name: str, tmp_path: Path, monkeypatch
         for variable, value in ({} if environment is None else environment).items():
             monkeypatch.setenv(variable, value)
         for feed in SCRIPTS[name].feeds:
-            store = open_store(f"{url}/{feed}" if feed else url)
-            assert verify(store, deep=True).is_clean
-            assert Log(store).require_head().version >= 1
+            verification = verify(f"{url}/{feed}" if feed else url, deep=True)
+            assert verification.is_clean
+            assert (verification.head or 0) >= 1
 
 
 @pytest.mark.parametrize(("name", "arguments"), [("s3_replicas.py", ()), ("hub_bucket.py", ("s3://bucket/run",))])
@@ -126,20 +125,20 @@ def test_wrong_usage(name: str, arguments: tuple[str, ...], tmp_path: Path) -> N
 
 
 def code_of(document: str, feed: str) -> list[str]:
-    """The Python in a document, with the feed elsewhere."""
+    """The Python blocks of a document, with another feed."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)
     return [block.replace("s3://bucket/run-42", feed) for block in blocks]
 
 
 def test_code_of_the_readme(tmp_path: Path) -> None:
-    """Both sides, as they stand there; what the reader brings along is a model, and something to do with it."""
+    """Both sides, as they are in the README. The reader brings a model, and functions that use it."""
     trainer, replica = code_of("README.md", str(tmp_path / "feed"))
     trained, served = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64).bfloat16()
     batches = list(torch.randn(5, 8, 64))
     exec(trainer, {"model": trained, "batches": batches, "loss": lambda model, batch: model(batch).square().mean()})
 
-    # Steps that were overtaken are part of a later version.
-    head = Log(open_store(tmp_path / "feed")).require_head()
+    # A step that was overtaken is part of a later version.
+    head = restore(tmp_path / "feed", tmp_path / "last")
     assert head.step == len(batches) - 1
     versions: list[int | None] = []
     until_s = time.monotonic() + 120

@@ -1,4 +1,4 @@
-"""Parts of the TRL example by themselves: the game, the policy's text, attention on a CPU, the account of versions."""
+"""The parts of the TRL example: the game, the text of a conversation, attention on a CPU, the account of versions."""
 
 import queue
 import random
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.e2e
         (["{answer}", "xyzzy"], "{solved} over", 1.0, True),
     ],
 )
-def test_a_game_is_what_its_guesses_make_it(guesses: list[str], text: str, reward: float, is_over: bool) -> None:
+def test_the_guesses_determine_a_game(guesses: list[str], text: str, reward: float, is_over: bool) -> None:
     from environment import WORDS, Environment, Turn
 
     environment = Environment()
@@ -44,8 +44,8 @@ def test_a_game_is_what_its_guesses_make_it(guesses: list[str], text: str, rewar
     assert turn == Turn(text.format(**names), reward, is_over)
 
 
-def test_a_game_as_text_grows_at_its_end_only(tmp_path: Path) -> None:
-    """TRL renders the whole conversation for each turn: what was there before must keep its tokens."""
+def test_a_conversation_only_grows_at_its_end(tmp_path: Path) -> None:
+    """TRL renders the whole conversation for each turn: earlier turns must keep their tokens."""
     from make_model import careless_game, opening, rendered, tokenizer_for
 
     tokenizer = tokenizer_for(opening())
@@ -59,7 +59,7 @@ def test_a_game_as_text_grows_at_its_end_only(tmp_path: Path) -> None:
             assert whole[: len(so_far)] == so_far
 
 
-def test_attention_over_a_tree_is_that_of_each_sample_alone() -> None:
+def test_attention_over_a_tree_equals_attention_over_each_sample() -> None:
     import on_cpu
     from trl.experimental.async_grpo.packing import TreeRow
 
@@ -73,7 +73,7 @@ def test_attention_over_a_tree_is_that_of_each_sample_alone() -> None:
     count = len(packed["input_ids"])
     assert count < sum(map(len, samples))
     random_ = torch.Generator().manual_seed(0)
-    # Rotated positions are part of what comes in, so any value for a node of the tree will do.
+    # The positions are already part of queries and keys, so a node of the tree may have any value.
     query, key, value = (torch.randn(1, heads, count, 8, generator=random_) for heads in (4, 2, 2))
     tree = {name: packed[name] for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")}
     found, _ = on_cpu.attention(None, query, key, value, None, scaling=0.3, **tree)
@@ -86,7 +86,7 @@ def test_attention_over_a_tree_is_that_of_each_sample_alone() -> None:
 
 
 def _places(row: Any) -> dict[int, int]:
-    """Where each node of a tree lies in its packed form: depth first, as `pack` says."""
+    """The position of each node of a tree in its packed form: depth first, as in `pack`."""
     places: dict[int, int] = {}
 
     def visit(nodes: Iterator[int]) -> None:
@@ -101,7 +101,7 @@ def _places(row: Any) -> dict[int, int]:
 @pytest.mark.parametrize(
     ("made_by", "label", "expected"),
     [
-        # A version is called by the count that is one higher here.
+        # Here the count of a version is its number plus 1.
         ([(4, 4, 8)], 5, {"samples": 1, "answers": 1, "staleness": {"2": 8}}),
         ([(4, 5, 8), (5, 5, 2)], 5, {"samples": 1, "answers": 2, "spanning": 1, "newer_than_label": 2,
                                       "staleness": {"1": 2, "2": 8}}),
@@ -111,7 +111,7 @@ def _places(row: Any) -> dict[int, int]:
     ],
     ids=["as-labelled", "spanning", "older", "too-old"],
 )  # fmt: skip
-def test_the_account_tells_what_made_each_token(
+def test_the_account_counts_what_made_each_token(
     made_by: list[tuple[int, int, int]], label: int, expected: dict[str, Any]
 ) -> None:
     from versions import KEY, LabellingQueue, follow_versions

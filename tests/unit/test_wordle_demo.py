@@ -1,4 +1,4 @@
-"""The parts of `deltasync demo`: what is played, learned, handed over, told and shown."""
+"""The parts of the demo in examples/wordle: playing, learning, rollouts, events, the screen and the report."""
 
 import re
 from dataclasses import replace
@@ -9,35 +9,36 @@ import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
-from wordle.__main__ import main
-from wordle.board import Board
-from wordle.grpo import Learner, advantages, loss_of
-from wordle.playing import Played, play
-from wordle.policy import (
+from wordle.game import GREEN, LETTERS, Wordle
+from wordle.processes import Settings
+from wordle.report import Outcome, facts, plot, report_html, smooth, to_json
+from wordle.rollouts import Rollouts, Spool
+from wordle.run import main, prepare, require_equal
+from wordle.screen import Board, Lines, recovery_text
+from wordle.training import (
     BEGIN,
     FIRST_LETTER,
     PER_TURN,
     TEXT,
     VOCABULARY,
+    Learner,
+    Played,
+    advantages,
     all_letter_log_probs,
+    careless_games,
     chosen_letters,
+    digest_of,
+    grpo_loss,
+    imitation_loss,
     mark_tokens,
     new_policy,
+    play,
     policy_of_config,
+    published_copy,
 )
-from wordle.report import plot, report_html, smooth
-from wordle.run import Outcome, prepare, require_equal
-from wordle.screen import Lines, recovery_text
-from wordle.settings import Settings
-from wordle.spool import Rollouts, Spool
-from wordle.summary import facts, to_json
-from wordle.warmup import careless_games, imitation_loss
-from wordle.weights import digest_of, load, published_copy
-from wordle.wordle import GREEN, LETTERS, Wordle
 
-from deltasync.errors import InvalidInputError, MismatchError
-from deltasync.feed.verify import Verification
-from deltasync.torch.publisher import Publisher
+from deltasync import InvalidInputError, MismatchError, Verification
+from deltasync.torch import Publisher
 from deltasync.transformers import model_files
 
 DIGEST = "0" * 31 + "1"
@@ -61,7 +62,7 @@ def played(model: PreTrainedModel, wordle: Wordle, *, games: int = 8, seed: int 
 # --- playing and learning ---------------------------------------------------------------------------------------------
 
 
-def test_log_probs_of_playing_are_those_of_the_whole_text(model: PreTrainedModel, wordle: Wordle) -> None:
+def test_log_probs_while_playing_equal_those_of_the_whole_text(model: PreTrainedModel, wordle: Wordle) -> None:
     found = played(model, wordle)
     texts = torch.from_numpy(found.texts)
     assert texts.shape == (8, TEXT)
@@ -74,11 +75,11 @@ def test_marks_are_read_after_each_guess(model: PreTrainedModel, wordle: Wordle)
     for text in found.texts:
         guess, seen = text[1 : 1 + LETTERS] - FIRST_LETTER, text[1 + LETTERS : 1 + PER_TURN]
         word = wordle.find(guess[None])[0]
-        # Letters by chance are hardly ever a word.
+        # Random letters are hardly ever a word.
         assert word >= 0 or seen.tolist() == [VOCABULARY - 1] * LETTERS
 
 
-def test_what_follows_a_solved_game_does_not_count(wordle: Wordle) -> None:
+def test_guesses_after_a_solved_game_do_not_count(wordle: Wordle) -> None:
     knowing = _Oracle(wordle, answer=3, at_turn=1)
     found = play(knowing, wordle, np.array([3, 4]), torch.Generator().manual_seed(0))  # type: ignore[arg-type]
     assert found.solved.tolist() == [True, False]
@@ -87,7 +88,7 @@ def test_what_follows_a_solved_game_does_not_count(wordle: Wordle) -> None:
 
 
 class _Oracle:
-    """Guesses the first word, and one answer from a turn on; a stand-in for a trained policy."""
+    """A stand-in for a trained policy: guesses the first word, and from a certain turn on one answer."""
 
     def __init__(self, wordle: Wordle, *, answer: int, at_turn: int) -> None:
         self._wordle, self._answer, self._at_turn = wordle, answer, at_turn
@@ -113,7 +114,7 @@ def test_advantages(rewards: list[float], wanted: list[float]) -> None:
     assert advantages(np.array(rewards), group=2).tolist() == pytest.approx(wanted, abs=1e-3)
 
 
-def test_a_step_makes_the_better_games_likelier(wordle: Wordle) -> None:
+def test_a_step_makes_better_games_more_likely(wordle: Wordle) -> None:
     model = new_policy(1)
     found = replace(played(model, wordle), rewards=np.array([1.0, 0, 0, 0, 0, 0, 0, 1]))
 
@@ -124,22 +125,22 @@ def test_a_step_makes_the_better_games_likelier(wordle: Wordle) -> None:
 
     before, learner = likely(), Learner(model, lr=1e-3)
     for _ in range(3):
-        learner.step(loss_of(model, found, group=4))
+        learner.step(grpo_loss(model, found, group=4))
     risen = likely() - before
     assert risen[[0, 7]].min() > risen[1:7].max()
 
 
-def test_games_that_went_alike_teach_nothing(model: PreTrainedModel, wordle: Wordle) -> None:
+def test_games_with_the_same_reward_give_no_loss(model: PreTrainedModel, wordle: Wordle) -> None:
     found = replace(played(model, wordle), rewards=np.full(8, 0.3))
-    assert float(loss_of(model, found, group=4).detach()) == pytest.approx(0, abs=1e-6)
+    assert float(grpo_loss(model, found, group=4).detach()) == pytest.approx(0, abs=1e-6)
 
 
 def test_ratio_is_clipped(model: PreTrainedModel, wordle: Wordle) -> None:
     found = played(model, wordle)
-    # The policy that played found these letters far less likely: the ratio is large, and only its good side is cut.
+    # These letters were far less likely for the policy that played: the ratio is large, and only gains are clipped.
     stale = replace(found, log_probs=found.log_probs - 3, rewards=np.array([1.0, 1, 0, 0, 1, 1, 0, 0]))
     ratio, clipped = np.exp(3), 1.2
-    assert float(loss_of(model, stale, group=4).detach()) == pytest.approx((ratio - clipped) / 2, rel=0.01)
+    assert float(grpo_loss(model, stale, group=4).detach()) == pytest.approx((ratio - clipped) / 2, rel=0.01)
 
 
 def test_careless_games(wordle: Wordle) -> None:
@@ -149,7 +150,7 @@ def test_careless_games(wordle: Wordle) -> None:
     turns = texts[:, 1:]
     last = turns[:, -LETTERS:] - FIRST_LETTER
     assert (wordle.find(last) >= 0).all()
-    # One who heeds everything keeps each green where it was.
+    # A player who heeds all marks keeps each green letter in its place.
     first, seen = turns[:, :LETTERS] - FIRST_LETTER, turns[:, LETTERS:PER_TURN]
     green = seen == mark_tokens(first, np.full_like(first, GREEN))
     assert green.any()
@@ -168,16 +169,19 @@ def test_warm_up_teaches(wordle: Wordle) -> None:
 # --- weights and rollouts ---------------------------------------------------------------------------------------------
 
 
-def test_a_model_from_the_feed_computes_the_same() -> None:
+def test_a_model_from_the_feed_computes_the_same(tmp_path: Path) -> None:
     ours, theirs = new_policy(3), policy_of_config(model_files(new_policy(0), dtype=torch.bfloat16)["config.json"])
     published = published_copy(ours)
-    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
-    load(theirs, published)
+    assert {parameter.dtype for parameter in published.parameters()} == {torch.bfloat16}
+    theirs.load_state_dict(published.state_dict())
     assert digest_of(published_copy(theirs)) == digest_of(published)
-    load(ours, published)
+    with Publisher(tmp_path.as_posix(), dtype=torch.bfloat16) as publisher:
+        assert publisher.publish(ours).wait().digest.hex == digest_of(published)
+    ours.load_state_dict(published.state_dict())
     text = torch.zeros((1, TEXT), dtype=torch.int64)
     assert torch.equal(all_letter_log_probs(ours, text), all_letter_log_probs(theirs, text))
-    next(iter(published.values()))[0, 0] += 1
+    with torch.no_grad():
+        next(published.parameters())[0, 0] += 1
     assert digest_of(published) != digest_of(published_copy(ours))
 
 
@@ -198,12 +202,12 @@ def test_spool(tmp_path: Path, model: PreTrainedModel, wordle: Wordle) -> None:
     assert spool.take() is None
 
 
-# --- telling ----------------------------------------------------------------------------------------------------------
+# --- events -----------------------------------------------------------------------------------------------------------
 
 
 def published(step: int | None, version: int, **fields: Any) -> dict[str, Any]:
-    found = {"kind": "delta", "changed": 100, "elements": 1000, "payload_bytes": 80, "held_s": 0.002}
-    return {"event": "published", "step": step, "version": version, **found, **fields}
+    event = {"kind": "delta", "changed": 100, "elements": 1000, "payload_bytes": 80, "held_s": 0.002}
+    return {"event": "published", "step": step, "version": version, **event, **fields}
 
 
 def stepped(step: int) -> dict[str, Any]:
@@ -223,9 +227,9 @@ def moved(version: int, **fields: Any) -> dict[str, Any]:
 
 
 def board_of_a_run() -> Board:
-    """Two steps, the second of which was overtaken; a replica that was killed; one that is behind."""
+    """Three steps, one of them without a version of its own; a replica that was killed; one that is behind."""
     board = Board(("replica-1", "replica-2"), 3)
-    told: list[tuple[str, dict[str, Any]]] = [
+    events: list[tuple[str, dict[str, Any]]] = [
         ("trainer", {"event": "warmed", "step": 80, "steps": 80, "loss": 1.0}),
         ("trainer", {"event": "ready", "weights": 1000, "full_bytes": 2000, "reward": 0.1, "solved": 0.2}),
         ("trainer", published(0, 0, kind="anchor", changed=None, payload_bytes=1500)),
@@ -240,13 +244,13 @@ def board_of_a_run() -> Board:
         ("trainer", published(3, 2, kind="anchor", payload_bytes=1400)),
         ("trainer", stepped(3)),
     ]
-    for name, fields in told:
-        board.take(name, fields, now_s=10.0)
+    for name, fields in events:
+        board.add(name, fields, now_s=10.0)
     board.kill("replica-2", now_s=20.0)
-    board.take("replica-2", moved(2, edges=["delta", "delta"], nbytes=160), now_s=23.5)
-    board.take("trainer", {"event": "trained", "version": 2, "digest": DIGEST, "reward": 0.5, "solved": 0.6}, now_s=30)
+    board.add("replica-2", moved(2, edges=["delta", "delta"], nbytes=160), now_s=23.5)
+    board.add("trainer", {"event": "trained", "version": 2, "digest": DIGEST, "reward": 0.5, "solved": 0.6}, now_s=30)
     for name in board.replicas:
-        board.take(name, {"event": "final", "version": 2, "digest": DIGEST}, now_s=31.0)
+        board.add(name, {"event": "final", "version": 2, "digest": DIGEST}, now_s=31.0)
     return board
 
 
@@ -273,11 +277,11 @@ def test_board() -> None:
 
 def test_summary() -> None:
     outcome = outcome_of(board_of_a_run())
-    told = dict(facts(outcome))
-    assert told["before"].startswith("mean reward 0.100, 20% of the games solved (after a supervised warm-up")
-    assert told["after"].startswith("mean reward 0.500")
-    assert told["sent"] == "0.00 MB in 2 deltas and 0.00 MB in anchors; 3 full copies are 0.01 MB, 1.4 times as much"
-    assert told["verify --deep"] == "clean, 3 versions decoded"
+    texts = dict(facts(outcome))
+    assert texts["before"].startswith("mean reward 0.100, 20% of the games solved (after a supervised warm-up")
+    assert texts["after"].startswith("mean reward 0.500")
+    assert texts["sent"] == "0.00 MB in 2 deltas and 0.00 MB in anchors; 3 full copies are 0.01 MB, 1.4 times as much"
+    assert texts["verify --deep"] == "clean, 3 versions decoded"
     assert to_json(outcome)["recovery"]["took_s"] == 3.5
 
 
@@ -291,7 +295,7 @@ def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[4].startswith("step 2, reward 0.200, version -, changed -,")
 
 
-def test_report_needs_nothing_else() -> None:
+def test_report_loads_nothing_else() -> None:
     html = report_html(outcome_of(board_of_a_run()))
     assert html.count("<svg") == html.count("</svg>") == 5
     assert not re.search(r"(src|href)=|https?://|url\(|@import|<script", html)
@@ -309,10 +313,10 @@ def test_plot() -> None:
     assert smooth([(i, float(i == 4)) for i in range(9)])[4] == (4, pytest.approx(1 / 9))
 
 
-# --- refusing ---------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_digests_that_differ() -> None:
+def test_different_digests_are_an_error() -> None:
     board = board_of_a_run()
     require_equal(board)
     board.digests["replica-2"] = OTHER_DIGEST
@@ -326,12 +330,12 @@ def test_digests_that_differ() -> None:
         ({"model": "nowhere"}, "nowhere has no config.json"),
         ({"store": "memory://run"}, "is in the memory of one process"),
         ({"store": "ftp://host/feed"}, "ftp:// is not a kind of store"),
-        ({"out": "used"}, "used is there already"),
-        ({"out": "used/file"}, "used/file is there already"),
-        ({"store": "old"}, "there is a feed in old already"),
+        ({"out": "used"}, "used already exists"),
+        ({"out": "used/file"}, "used/file already exists"),
+        ({"store": "old"}, "there is already a feed in old"),
     ],
 )
-def test_refused_before_anything_is_started(
+def test_wrong_settings_are_refused_before_any_process_starts(
     fields: dict[str, Any], wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,8 +1,8 @@
-"""The rules of Wordle, and games side by side."""
+"""The rules of Wordle, and games that are played side by side."""
 
 import numpy as np
 import pytest
-from wordle.wordle import GREEN, GREY, REFUSED, TURNS, YELLOW, Games, Wordle, bundled_words, letters_of, marks
+from wordle.game import GREEN, GREY, REFUSED, TURNS, YELLOW, Games, Wordle, bundled_words, letters_of, marks
 
 WORDS = ("allow", "crane", "eerie", "geese", "llama")
 LETTERS = {".": GREY, "y": YELLOW, "g": GREEN, "?": REFUSED}
@@ -36,8 +36,8 @@ def test_bundled_words() -> None:
 def test_find() -> None:
     wordle = Wordle(WORDS)
     asked = ("aaaaa", *WORDS, "crank", "zzzzz")
-    found = wordle.find(np.array([letters_of(word) for word in asked]))
-    assert found.tolist() == [-1, 0, 1, 2, 3, 4, -1, -1]
+    positions = wordle.find(np.array([letters_of(word) for word in asked]))
+    assert positions.tolist() == [-1, 0, 1, 2, 3, 4, -1, -1]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_find() -> None:
         (["eerie"] + ["llama"] * 5, 0.05, False),
         (["zzzzz", "crane"], 0.8, True),
         (["zzzzz"] * 6, -0.6, False),
-        # What comes after the end is nothing.
+        # Guesses after the end do not count.
         (["crane", "zzzzz", "geese"], 1.0, True),
     ],
 )
@@ -63,7 +63,7 @@ def test_rewards(guesses: list[str], reward: float, solved: bool) -> None:
     assert games.solved.tolist() == [solved]
 
 
-def test_games_are_played_apart() -> None:
+def test_games_are_independent() -> None:
     games = Games(Wordle(WORDS), np.array([0, 1, 2]))
     given = games.guess(np.array([letters_of(word) for word in ("allow", "geese", "xxxxx")]))
     assert given.tolist() == [[GREEN] * 5, [GREY, GREY, GREY, GREY, GREEN], [REFUSED] * 5]

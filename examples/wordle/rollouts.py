@@ -1,6 +1,6 @@
-"""Rollouts on their way from replicas to the trainer: files in a folder.
+"""Rollouts on their way from the replicas to the trainer: files in a folder.
 
-This is the one thing besides the store that the processes of the demo share. Weights never go this way.
+This folder is the only thing besides the store that the processes of the demo share. Weights never go through it.
 """
 
 import os
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from wordle.playing import Played
+from wordle.training import Played
 
 _SUFFIX = ".npz"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollouts:
-    """Games that one replica played with one version: every token of them was made by it."""
+    """Games that one replica played. All of their letters were chosen by one version."""
 
     replica: str
     version: int
@@ -25,21 +25,21 @@ class Rollouts:
 
 
 class Spool:
-    """A folder of rollouts. A file appears whole; the trainer takes the oldest first."""
+    """A folder of rollouts. A file appears whole or not at all; the trainer takes the oldest first."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def waiting(self, replica: str) -> int:
-        """How many files of a replica were not taken yet."""
+        """The number of files of a replica that the trainer has not taken yet."""
         return sum(path.stem.endswith(f".{replica}") for path in self._files())
 
     def put(self, rollouts: Rollouts) -> None:
-        """Hand rollouts over."""
+        """Add rollouts for the trainer."""
         path = self._folder / f"{time.time_ns():020d}.{rollouts.replica}{_SUFFIX}"
-        part = path.with_suffix(".part")
+        unfinished = path.with_suffix(".part")
         played = rollouts.played
-        with part.open("wb") as file:
+        with unfinished.open("wb") as file:
             np.savez(
                 file,
                 version=rollouts.version,
@@ -49,23 +49,23 @@ class Spool:
                 rewards=played.rewards,
                 solved=played.solved,
             )
-        os.replace(part, path)
+        os.replace(unfinished, path)
 
     def take(self) -> Rollouts | None:
-        """The oldest rollouts, which are then gone from the folder; None if none wait."""
+        """Remove the oldest rollouts from the folder and return them; None if there are none."""
         path = min(self._files(), default=None)
         if path is None:
             return None
-        with np.load(path, allow_pickle=False) as found:
+        with np.load(path, allow_pickle=False) as arrays:
             rollouts = Rollouts(
                 replica=path.stem.partition(".")[2],
-                version=int(found["version"]),
+                version=int(arrays["version"]),
                 played=Played(
-                    texts=found["texts"].astype(np.int64),
-                    log_probs=found["log_probs"],
-                    counts=found["counts"],
-                    rewards=found["rewards"],
-                    solved=found["solved"],
+                    texts=arrays["texts"].astype(np.int64),
+                    log_probs=arrays["log_probs"],
+                    counts=arrays["counts"],
+                    rewards=arrays["rewards"],
+                    solved=arrays["solved"],
                 ),
             )
         path.unlink()

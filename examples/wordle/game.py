@@ -1,10 +1,10 @@
-"""Wordle: guess a word of five letters in six turns. Each guess is answered by a mark for each letter.
+"""Wordle: guess a word of five letters in six turns. Each guess is answered with a mark for each letter.
 
-Many games are played side by side, one row of an array for each.
+Many games are played side by side, one row of an array for each. This module needs NumPy and nothing else.
 """
 
 from collections.abc import Sequence
-from importlib import resources
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -15,7 +15,7 @@ TURNS = 6
 ALPHABET = 26
 
 GREY, YELLOW, GREEN, REFUSED = range(4)
-"""Marks: not in the word, in another place, in its place; and for all letters of what is not a word of the list."""
+"""Marks: the letter is not in the word, is elsewhere in it, is in its place; or the guess is not in the word list."""
 
 Array = NDArray[np.int64]
 
@@ -24,17 +24,17 @@ _PLACE_VALUES = ALPHABET ** np.arange(LETTERS - 1, -1, -1)
 
 def marks(guess: str, answer: str) -> tuple[int, ...]:
     """The mark of each letter of a guess. A letter is yellow at most as often as it is left in the answer."""
-    left = [wanted for given, wanted in zip(guess, answer, strict=True) if given != wanted]
-    found = []
-    for given, wanted in zip(guess, answer, strict=True):
-        if given == wanted:
-            found.append(GREEN)
-        elif given in left:
-            left.remove(given)
-            found.append(YELLOW)
+    left = [wanted for letter, wanted in zip(guess, answer, strict=True) if letter != wanted]
+    result = []
+    for letter, wanted in zip(guess, answer, strict=True):
+        if letter == wanted:
+            result.append(GREEN)
+        elif letter in left:
+            left.remove(letter)
+            result.append(YELLOW)
         else:
-            found.append(GREY)
-    return tuple(found)
+            result.append(GREY)
+    return tuple(result)
 
 
 def letters_of(word: str) -> list[int]:
@@ -43,12 +43,12 @@ def letters_of(word: str) -> list[int]:
 
 
 def bundled_words() -> tuple[str, ...]:
-    """The list that comes with the demo. Every word of it is an answer, and nothing else is a word."""
-    return tuple((resources.files("wordle") / "words.txt").read_text("ascii").split())
+    """The word list of the examples. Every word of it can be the answer, and nothing else is a word."""
+    return tuple(Path(__file__).with_name("words.txt").read_text("ascii").split())
 
 
 class Wordle:
-    """The rules for one list of words: all marks of all guesses, `marks[guess, answer]`, worked out once."""
+    """The rules for one word list, with the marks of every guess for every answer: `marks[guess, answer]`."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = tuple(sorted(words))
@@ -58,18 +58,18 @@ class Wordle:
 
     @classmethod
     def bundled(cls) -> Self:
-        """With the list of the demo."""
+        """The rules for the word list of the examples."""
         return cls(bundled_words())
 
     def find(self, guesses: Array) -> Array:
-        """The ordinals of words given as rows of letters; -1 where it is not a word."""
+        """The positions in the list of words that are given as rows of letters; -1 for what is not a word."""
         codes = guesses @ _PLACE_VALUES
         near = np.minimum(np.searchsorted(self._codes, codes), len(self.words) - 1)
         return np.where(self._codes[near] == codes, near, -1)
 
 
 class Games:
-    """Games in progress, each with the ordinal of its answer."""
+    """Games in progress, each with the position of its answer in the word list."""
 
     def __init__(self, wordle: Wordle, answers: Array) -> None:
         self._wordle = wordle
@@ -81,11 +81,11 @@ class Games:
 
     @property
     def is_open(self) -> NDArray[np.bool_]:
-        """Which games go on: not solved yet."""
+        """Which games are not solved yet."""
         return np.equal(self._solved_at, TURNS)
 
     def guess(self, guesses: Array) -> Array:
-        """The marks of one guess in each game. What is guessed after the end of a game counts for nothing."""
+        """The marks of one guess in each game. A guess after the end of a game does not count."""
         words = self._wordle.find(guesses)
         given = np.where(words[:, None] < 0, REFUSED, self._wordle.marks[words, self._answers])
         is_open = self.is_open
@@ -104,6 +104,6 @@ class Games:
     def rewards(self) -> NDArray[np.float64]:
         """From 1 for the first guess down to 0.5 for the sixth; unsolved, 0.05 for each green of the best guess.
 
-        Every guess that is not a word takes 0.1 away.
+        Every guess that is not a word costs 0.1.
         """
         return np.where(self.solved, 1 - 0.1 * self._solved_at, 0.05 * self._greens) - 0.1 * self._refused

@@ -30,6 +30,8 @@ from deltasync.torch.sharded import ShardedPublisher
 from deltasync.torch.tensors import NamedTensors, TorchState, named_tensors, unwrapped
 from deltasync.trainer.events import Publication
 
+__all__ = ["DeltasyncCallback", "What", "model_files"]
+
 
 class AdapterTensors:
     """The tensors of the active adapter, under the names that PEFT saves them with."""

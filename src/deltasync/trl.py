@@ -26,6 +26,8 @@ from deltasync.store.protocol import Store
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.events import Publication
 
+__all__ = ["DeltasyncTransfer"]
+
 _POLL_FIRST_S = 0.1
 _POLL_MOST_S = 2.0
 

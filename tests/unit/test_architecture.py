@@ -1,0 +1,73 @@
+"""The pages about the code stay true: functions that they name exist, and every room is in the map and in a layer."""
+
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import deltasync
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(deltasync.__file__).parent
+NEEDS_VLLM = ("deltasync.vllm.worker", "deltasync.vllm.plugin")
+"""Modules that cannot be imported without vLLM: here it is enough that their text defines the name."""
+
+
+def rooms() -> set[str]:
+    """The packages and modules directly below deltasync."""
+    found = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    found |= {path.stem for path in PACKAGE.glob("*.py")}
+    return found - {"__init__"}
+
+
+def layers() -> list[set[str]]:
+    """The layers of the import linter, from the top."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layered,) = (contract for contract in contracts if contract["type"] == "layers")
+    return [set(re.split(r"\s*[|:]\s*", layer)) for layer in layered["layers"]]
+
+
+def defines(name: str) -> bool:
+    """Whether a dotted name can be imported: a module, or a class or function and its attributes."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        module = ".".join(parts[:count])
+        path = PACKAGE.parent.joinpath(*parts[:count])
+        source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        if not source.is_file():
+            continue
+        if module in NEEDS_VLLM:
+            return all(re.search(rf"^\s*(class|def) {part}\b", source.read_text(), re.M) for part in parts[count:])
+        thing: object = importlib.import_module(module)
+        for attribute in parts[count:]:
+            if not hasattr(thing, attribute):
+                return False
+            thing = getattr(thing, attribute)
+        return True
+    return False
+
+
+def test_every_function_that_the_walk_names_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = sorted(set(re.findall(r"`(deltasync(?:\.\w+)+)`", text)))
+    assert len(named) > 20
+    missing = [name for name in named if not defines(name)]
+    assert not missing, f"docs/architecture.md names what does not exist (renamed? moved?): {missing}"
+
+
+def test_every_room_is_in_a_layer() -> None:
+    listed = set().union(*layers())
+    assert rooms() == listed, "put every room into the layers of pyproject.toml, and only those"
+
+
+def test_every_room_is_in_the_map() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    listed = {name.removesuffix(".py").rstrip("/") for name in re.findall(r"`src/deltasync/([\w.]+/?)`", text)}
+    assert rooms() == listed, "put every room into the table of CONTRIBUTING.md, and only those"
+
+
+def test_the_walk_shows_the_layers_of_the_linter() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    shown = re.findall(r"^```\n((?:[a-z_| ]+\n)+)```", text, re.M)
+    wanted = [layer for layer in layers() if layer != {"__main__"}]
+    assert [set(line.split(" | ")) for line in shown[-1].splitlines()] == wanted

@@ -26,7 +26,7 @@ STEPS, GAMES, LR, HEEDS = 150, 32, 5e-3, 0.6
 
 PAD, BEGIN, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CALL, CALLED = '<tool_call>\n{"name": "guess", "arguments": {"word": "', '"}}\n</tool_call>'
-TOLD, NEXT = f"{BEGIN}user\n<tool_response>\n", f"\n</tool_response>{END}\n{BEGIN}assistant\n"
+RESPONSE, NEXT = f"{BEGIN}user\n<tool_response>\n", f"\n</tool_response>{END}\n{BEGIN}assistant\n"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 Message = dict[str, Any]
@@ -42,7 +42,7 @@ def tokenizer_for(opening: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[a-z][-~+]|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    phrases = [opening, CALL, CALLED, TOLD, NEXT, NO_WORD, OVER]
+    phrases = [opening, CALL, CALLED, RESPONSE, NEXT, NO_WORD, OVER]
     tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     result = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", pad_token=PAD, eos_token=END, additional_special_tokens=[BEGIN]

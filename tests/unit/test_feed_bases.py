@@ -10,7 +10,9 @@ from support.helpers import changed, state, write_sharded
 
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import DeltasyncError, InvalidInputError, MismatchError, NotFoundError
+from deltasync.feed.plan import Edge
 from deltasync.feed.replay import open_base, restore
+from deltasync.format import keys
 from deltasync.format.manifest import BaseRef
 
 
@@ -102,4 +104,4 @@ def test_a_base_that_is_neither_folder_nor_hub_id(tmp_path: Path, monkeypatch: p
 
 def test_open_base_of_another_kind() -> None:
     with pytest.raises(InvalidInputError):
-        open_base(Feed.of(1).log.read(0))
+        open_base(Edge(keys.version_key(0), Feed.of(1).log.read(0)))

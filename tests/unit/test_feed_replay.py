@@ -109,7 +109,7 @@ def test_another_way_where_one_is_damaged(what: str, how: str, caplog: pytest.Lo
     else:
         feed.store.put(key, feed.store.get(key)[:100])
     assert same_weights(restored(feed), feed.states[4])
-    assert "looking for another way" in caplog.text
+    assert "trying another plan" in caplog.text
 
 
 def test_a_whole_feed_by_what_is_left() -> None:

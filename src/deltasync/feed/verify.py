@@ -2,18 +2,18 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from deltasync import blocks
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
 from deltasync.feed.fetch import fetch_files, fetch_payloads
 from deltasync.feed.log import Log, require_follows
 from deltasync.feed.plan import Edge
-from deltasync.feed.replay import open_base, zeros
+from deltasync.feed.replay import apply_edge, decode_edge, open_base, require_digest, zeros
 from deltasync.feed.survey import Survey, is_given_up, reachable, survey, without_pruned
 from deltasync.format import keys
-from deltasync.format.manifest import Manifest, PayloadRef
+from deltasync.format.manifest import PayloadRef
 from deltasync.format.payload import Payload
 from deltasync.format.weights import Weights
 from deltasync.parallel import Progress, counting
@@ -23,16 +23,15 @@ _DAMAGE = (CorruptError, FormatError, MismatchError, NotFoundError)
 
 
 class DeepCheck:
-    """One walk through the versions in order, holding the weights of the one reached last.
+    """One walk through the versions in order, holding the weights of the last one that was rebuilt.
 
-    `damaged` has the error of each manifest (by key) whose payloads are not what it promises; `unchecked` says in words
-    what could not be looked at.
+    `damaged` has the error of each manifest, by key, whose payloads are not what it promises.
     """
 
     def __init__(
         self,
         log: Log,
-        found: Survey,
+        survey: Survey,
         known_bad: Collection[str],
         *,
         base: Path | None,
@@ -40,10 +39,10 @@ class DeepCheck:
     ) -> None:
         self.damaged: dict[str, DeltasyncError] = {}
         self._log = log
-        self._head = found.head
+        self._head = survey.head
         self._base = base
-        # What `prune` gave up has no payloads any more.
-        self._edges = [edge for edge in found.edges() if edge.key not in known_bad and found.holds(edge)]
+        # The payloads of edges that `prune` gave up are gone.
+        self._edges = [edge for edge in survey.edges() if edge.key not in known_bad and survey.holds(edge)]
         self._count = counting(progress, "verify", sum(edge.nbytes for edge in self._edges))
         self._held: tuple[int, Weights] | None = None
         self._not_decoded = 0
@@ -51,14 +50,14 @@ class DeepCheck:
 
     @property
     def unchecked(self) -> list[str]:
-        """What could not be looked at, in words."""
-        told = list(self._absent_bases)
-        if self._not_decoded:
-            told.append(
-                f"{self._not_decoded} manifests whose payloads have the right SHA-256 but were not decoded: "
-                "the versions that they start from cannot be rebuilt"
-            )
-        return told
+        """What could not be checked, in words."""
+        if not self._not_decoded:
+            return self._absent_bases
+        return [
+            *self._absent_bases,
+            f"{self._not_decoded} manifests whose payloads have the right SHA-256 but were not decoded: "
+            "the versions that they start from cannot be rebuilt",
+        ]
 
     def run(self) -> None:
         """Check every edge once."""
@@ -70,54 +69,61 @@ class DeepCheck:
         self._check_files()
 
     def _check(self, edge: Edge) -> None:
+        payloads = fetch_payloads(self._log.store, [edge.manifest])
         held = self._weights_of(edge.end if edge.start is None else edge.start)
         if edge.manifest.kind == "base":
-            self._enter_base(edge)
+            try:
+                base = open_base(edge, at=self._base)
+            except NotFoundError as error:
+                self._absent_bases.append(f"the base of version {edge.end}, and the versions built on it: {error}")
+                return
+            self._held = None
+            self._rebuild(edge, payloads, zeros(base.layout), base=base)
         elif edge.start is None and held is None:
-            self._enter_anchor(edge)
+            first = next(payloads, None)
+            if first is not None:
+                self._held = None
+                self._rebuild(edge, chain((first,), payloads), zeros(first.header.layout), is_proved=False)
         elif edge.manifest.kind == "delta" and held is not None:
-            self._advance(edge, held)
+            self._rebuild(edge, payloads, held, is_proved=edge.end != self._head)
         else:
-            self._check_aside(edge, held)
+            self._check_aside(edge, payloads, held)
 
-    def _enter_base(self, edge: Edge) -> None:
-        try:
-            base = open_base(edge.manifest, at=self._base).weights
-        except NotFoundError as error:
-            self._absent_bases.append(f"the base of version {edge.end}, and what follows from it: {error}")
-            return
-        self._held = edge.end, Weights(base.layout, tuple(array.copy() for array in base.arrays))
-
-    def _enter_anchor(self, edge: Edge) -> None:
+    def _rebuild(
+        self,
+        edge: Edge,
+        payloads: Iterator[Payload],
+        weights: Weights,
+        *,
+        base: Weights | None = None,
+        is_proved: bool = True,
+    ) -> None:
+        """Apply an edge and hold its version. Blocks add up to the digest of a delta: only the head's is checked."""
+        # The weights are of no version until the whole edge is applied.
         self._held = None
-        weights: Weights | None = None
-        for payload in self._payloads(edge.manifest):
-            weights = zeros(payload.header.layout) if weights is None else weights
-            blocks.decode_into(weights, weights, payload.blocks(), relative=False)
-        if weights is not None:
-            self._require_digest(edge.manifest, weights)
-            self._held = edge.end, weights
-
-    def _advance(self, edge: Edge, weights: Weights) -> None:
-        # Until all of it is in, these are the weights of no version.
-        self._held = None
-        for payload in self._payloads(edge.manifest, onto=weights):
-            blocks.decode_into(weights, weights, payload.blocks(), relative=True)
-        if edge.end == self._head:
-            self._require_digest(edge.manifest, weights)
+        apply_edge(edge, payloads, weights, base=base, on_payload=self._count)
+        if not is_proved:
+            require_digest(edge, weights)
         self._held = edge.end, weights
 
-    def _check_aside(self, edge: Edge, old: Weights | None) -> None:
-        """A skip, or an anchor of weights that are there already: decoded, and not kept."""
-        self._not_decoded += old is None
-        for payload in self._payloads(edge.manifest, onto=old):
-            relative = edge.start is not None
-            if old is None:
+    def _check_aside(self, edge: Edge, payloads: Iterator[Payload], old: Weights | None) -> None:
+        """Decode a skip, or an anchor of weights that were rebuilt already, without keeping the result."""
+        if old is None:
+            self._not_decoded += 1
+            for payload in payloads:
                 for _ in payload.blocks():
                     pass
-            else:
-                for _ in blocks.decode(old, payload.blocks(), relative=relative):
-                    pass
+                self._add(payload.nbytes)
+            return
+        for ref, changes in decode_edge(edge, payloads, old):
+            for _ in changes:
+                pass
+            if ref is not None:
+                self._add(ref.nbytes)
+
+    def _add(self, nbytes: int) -> None:
+        if self._count is not None:
+            self._count(nbytes)
 
     def _check_files(self) -> None:
         by_ref: dict[PayloadRef, list[Edge]] = {}
@@ -130,23 +136,8 @@ class DeepCheck:
             except _DAMAGE as error:
                 self.damaged.update((edge.key, error) for edge in edges)
 
-    def _payloads(self, manifest: Manifest, *, onto: Weights | None = None) -> Iterator[Payload]:
-        for payload in fetch_payloads(self._log.store, [manifest]):
-            if onto is not None:
-                ours = f"the {manifest.kind} to version {manifest.version}"
-                payload.header.layout.require_equal(onto.layout, ours=ours, theirs="the version before it")
-            yield payload
-            if self._count is not None:
-                self._count(payload.nbytes)
-
     def _weights_of(self, version: int) -> Weights | None:
         return self._held[1] if self._held is not None and self._held[0] == version else None
-
-    def _require_digest(self, manifest: Manifest, weights: Weights) -> None:
-        found = blocks.digest(weights)
-        if found != manifest.digest:
-            told = f"version {manifest.version} came out with the digest {found}, not {manifest.digest}"
-            raise CorruptError(told, rule="restore.digest", version=manifest.version)
 
 
 def _walking_order(edge: Edge) -> tuple[int, int]:

@@ -15,14 +15,21 @@ from functools import partial
 from pathlib import Path
 
 from deltasync import blocks
-from deltasync.blocks import detect, overwrite, stretches
+from deltasync.blocks import detect, overwrite
 from deltasync.checkpoint import mapped_layout, mapped_weights
 from deltasync.errors import CorruptError, FormatError, MismatchError, NotFoundError
 from deltasync.feed.fetch import fetch_payloads
 from deltasync.feed.log import Log
 from deltasync.feed.plan import Edge, Plan
-from deltasync.feed.replay import BlockedError, blocking, open_base, plan_layout, with_fallback, zeros
-from deltasync.format import limits
+from deltasync.feed.replay import (
+    BlockedError,
+    blocking,
+    decode_edge,
+    open_start,
+    require_digest,
+    with_fallback,
+    zeros,
+)
 from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Kind, Manifest
@@ -367,16 +374,17 @@ class Reader:
             return
         first = way.edges[0]
         have: frozenset[str] = frozenset()
+        base: Weights | None = None
         if first.start is None:
-            layout = plan_layout(self._log, way, base=self._base)
-            require(layout)
-            have = self._make_room(layout, first)
+            start = open_start(self._log, way, base=self._base)
+            require(start.layout)
+            have, base = self._make_room(start.layout, first), start.base
         manifests = (edge.manifest for edge in way.edges)
         with closing(fetch_payloads(self._log.store, manifests, have=have, on_refetch=self._refetched)) as arriving:
             for edge in way.edges:
                 try:
                     with blocking(edge):
-                        self._take_edge(edge, arriving, have)
+                        self._take_edge(edge, self._timed_payloads(arriving), have, base)
                 except BlockedError as blocked:
                     if edge.start is None or not isinstance(blocked.cause, MismatchError):
                         raise
@@ -384,13 +392,15 @@ class Reader:
                         raise _DivergedError from blocked
                     raise BlockedError(edge, _misfit(edge, blocked.cause)) from blocked
 
-    def _next(self, arriving: Iterator[Payload]) -> Payload:
-        """The next payload; the time that it is waited for is counted."""
-        since = time.perf_counter()
-        try:
-            return next(arriving)
-        finally:
+    def _timed_payloads(self, payloads: Iterator[Payload]) -> Iterator[Payload]:
+        """The payloads; the time that decoding waits for them is counted."""
+        while True:
+            since = time.perf_counter()
+            payload = next(payloads, None)
             self.gathered.fetch_s += time.perf_counter() - since
+            if payload is None:
+                return
+            yield payload
 
     def _make_room(self, layout: Layout, first: Edge) -> frozenset[str]:
         """A mirror of that layout; the payloads of its anchor that it has from an interrupted attempt."""
@@ -403,67 +413,59 @@ class Reader:
             return frozenset()
         return self.mirror.applied & {ref.sha256 for ref in first.manifest.payloads}
 
-    def _take_edge(self, edge: Edge, arriving: Iterator[Payload], have: frozenset[str]) -> None:
+    def _take_edge(self, edge: Edge, payloads: Iterator[Payload], have: frozenset[str], base: Weights | None) -> None:
         mirror, gathered = self.mirror, self.gathered
         if mirror is None:
             raise CorruptError(f"{edge.key} leads on from nothing", key=edge.key)
         waited_s, since = gathered.fetch_s, time.perf_counter()
         if edge.start is not None:
-            self._take_change(mirror, edge, arriving)
+            self._take_change(mirror, edge, payloads)
         else:
-            self._take_all(mirror, edge, arriving, have)
+            self._take_all(mirror, edge, payloads, have, base)
         gathered.count(edge, nbytes=sum(ref.nbytes for ref in edge.manifest.payloads if ref.sha256 not in have))
         gathered.decode_s += time.perf_counter() - since - (gathered.fetch_s - waited_s)
 
-    def _take_change(self, mirror: Mirror, edge: Edge, arriving: Iterator[Payload]) -> None:
+    def _take_change(self, mirror: Mirror, edge: Edge, payloads: Iterator[Payload]) -> None:
         """A delta or skip: decoded whole, and only then written."""
         manifest = edge.manifest
         if manifest.parent_digest != mirror.digest or manifest.layout_sha256 != mirror.weights.layout.sha256:
             message = f"{edge.key} starts from {manifest.parent_digest}, version {mirror.version} has {mirror.digest}"
             raise CorruptError(message, rule="chain.link", key=edge.key, version=edge.end)
-        found: list[Changes] = []
-        for _ in manifest.payloads:
-            found.extend(blocks.decode(mirror.weights, self._next(arriving).blocks()))
+        staged = [part for _, changes in decode_edge(edge, payloads, mirror.weights) for part in changes]
         with self.gathered.tearing(), mirror.becoming(edge.end, manifest.digest):
-            for _done in each(partial(overwrite, mirror.weights), found):
+            for _done in each(partial(overwrite, mirror.weights), staged):
                 pass
-        self.gathered.add(found)
+        self.gathered.add(staged)
 
-    def _take_all(self, mirror: Mirror, edge: Edge, arriving: Iterator[Payload], have: frozenset[str]) -> None:
+    def _take_all(
+        self, mirror: Mirror, edge: Edge, payloads: Iterator[Payload], have: frozenset[str], base: Weights | None
+    ) -> None:
         """An anchor or base: written as it comes, so that the mirror is torn until its digest is proved."""
-        manifest, gathered = edge.manifest, self.gathered
-        with gathered.tearing(), mirror.becoming(edge.end, manifest.digest, resume=bool(have)):
-            if manifest.kind == "base":
-                self._write_all(mirror.weights, open_base(manifest, at=self._base).weights)
-            for ref in manifest.payloads:
-                if ref.sha256 not in have:
-                    self._write_payload(mirror.weights, self._next(arriving))
+        gathered = self.gathered
+        with gathered.tearing(), mirror.becoming(edge.end, edge.manifest.digest, resume=bool(have)):
+            for ref, changes in decode_edge(edge, payloads, mirror.weights, base=base, applied=have):
+                for differing in each(partial(self._overwrite, mirror.weights), changes):
+                    gathered.add(differing)
+                if ref is not None:
                     mirror.note_applied(ref.sha256)
-            found = blocks.digest(mirror.weights)
-            if found != manifest.digest:
+            try:
+                require_digest(edge, mirror.weights)
+            except CorruptError:
                 # What was noted as applied may not have been: the next attempt begins from nothing.
                 mirror.give_up()
                 if have:
-                    raise _DivergedError
-                message = f"{edge.key} came out with the digest {found}, it promises {manifest.digest}"
-                raise CorruptError(message, rule="restore.digest", key=edge.key, version=edge.end)
+                    raise _DivergedError from None
+                raise
 
-    def _write_payload(self, weights: Weights, payload: Payload) -> None:
-        for changes in blocks.decode(weights, payload.blocks(), relative=False):
-            if not self.gathered.is_lost:
-                self.gathered.add(detect(weights, _Given(weights, changes), changes.runs))
+    def _overwrite(self, weights: Weights, changes: Changes) -> list[Changes]:
+        """Write, and return what differed before, if that is still collected. Called in worker threads."""
+        if self.gathered.is_lost:
             overwrite(weights, changes)
-
-    def _write_all(self, weights: Weights, new: Weights) -> None:
-        def one(stretch: Runs) -> list[Changes]:
-            found = list(detect(weights, new, stretch))
-            for changes in found:
-                overwrite(weights, changes)
-            return found
-
-        pieces = stretches(weights.layout, elements=limits.PLANES_ELEMENTS)
-        for found in each(one, pieces):
-            self.gathered.add(found)
+            return []
+        differing = list(detect(weights, _Given(weights, changes), changes.runs))
+        for part in differing:
+            overwrite(weights, part)
+        return differing
 
 
 class _DivergedError(Exception):

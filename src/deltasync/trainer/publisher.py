@@ -11,7 +11,7 @@ from deltasync import blocks
 from deltasync.errors import InvalidInputError
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
-from deltasync.feed.replay import plan_layout, replay, with_fallback
+from deltasync.feed.replay import open_start, replay, with_fallback
 from deltasync.feed.writer import Writer
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.manifest import BaseRef, Manifest
@@ -170,12 +170,12 @@ class FeedPublisher:
         """The shadow at the head: it may be there already, in a mapped file; else it is rebuilt from the feed."""
         log, path = self._writer.log, self._options.shadow_path
         if layout is None:
-            layout = with_fallback(log, head, lambda way: plan_layout(log, way))
+            layout = with_fallback(log, head, lambda plan: open_start(log, plan).layout)
         require_layout(log, head, layout)
         weights = shadow_weights(layout, path)
         if path is None or blocks.digest(weights) != head.digest:
             logger.info("rebuilding the shadow of version %d from the feed", head.version)
-            with_fallback(log, head, lambda way: replay(log, way, weights))
+            with_fallback(log, head, lambda plan: replay(log, plan, weights))
         return self._start(weights, head)
 
     def _start(self, weights: Weights, head: Manifest | None) -> Running:
@@ -211,4 +211,4 @@ class FeedPublisher:
 def require_layout(log: Log, head: Manifest, layout: Layout) -> None:
     """InvalidInputError, naming the tensor, if the feed has other tensors than the weights."""
     if layout.sha256 != head.layout_sha256:
-        require_same(with_fallback(log, head, lambda way: plan_layout(log, way)), layout)
+        require_same(with_fallback(log, head, lambda plan: open_start(log, plan).layout), layout)

@@ -13,9 +13,7 @@ from support.replicas import LONG_S, Moves, TorchTarget, fetched, follower, foll
 from deltasync.checkpoint import open_checkpoint
 from deltasync.format import keys
 from deltasync.replica import follower as follower_module
-from deltasync.replica import loop
-from deltasync.replica import mirror as mirror
-from deltasync.replica import mirror as reading
+from deltasync.replica import loop, mirror
 from deltasync.replica.folder import FolderTarget
 from deltasync.replica.follower import Follower
 from deltasync.store import retry
@@ -59,7 +57,7 @@ class Replica:
             self.follower.advance(to=version)
 
     def die(self) -> None:
-        self.follower._held.close()
+        self.follower._resources.close()
         self.target.close()
 
 
@@ -125,7 +123,7 @@ class Countdown:
 
 
 PLACES = {
-    "writes to the mirror": (reading, "overwrite"),
+    "writes to the mirror": (mirror, "overwrite"),
     "notes beside it": (mirror.Mirror, "_note"),
     "files of the folder": (FolderTarget, "stage"),
     "switches": (FolderTarget, "commit"),
@@ -253,9 +251,7 @@ def test_a_store_that_dies_in_the_middle_of_an_anchor(feed: Feed) -> None:
         while len(store.operations) < count + 30:
             is_back.wait(0.001)
         assert target.version is None
-        applied = replica._mover.mirror
-        assert applied is not None
-        done = set(applied.applied)
+        done = set(replica._mirror._record.applied)
         before = len(fetched(store))
         is_back.set()
         moves.await_version(0)

@@ -27,7 +27,6 @@ from deltasync.feed.replay import zeros
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef
 from deltasync.format.weights import Weights
-from deltasync.replica.mirror import Gathered
 from deltasync.replica.target import Staged
 from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import FaultyStore
@@ -201,17 +200,6 @@ def test_many_changes_become_all_weights() -> None:
     assert moved is not None
     assert moved.changed is None
     assert target.holds(feed.states[2])
-
-
-def test_a_torn_gathering_stays_lost() -> None:
-    gathered = Gathered(3, elements=100)
-    assert gathered.changes == ()
-    with pytest.raises(KeyError), gathered.tearing():
-        raise KeyError
-    assert gathered.changes is None
-    with gathered.tearing():
-        pass
-    assert gathered.changes is None
 
 
 # Bad input

@@ -102,7 +102,7 @@ def test_a_mirror_that_is_ahead(is_pinned: bool) -> None:
     target = target_for(feed)
     replica = follower(store, target)
     replica.advance(to=1)
-    replica._mover.read_ahead(lambda: feed.log.read(2))
+    replica._mirror.advance(feed.log.read(2), lambda layout: None)
     before = len(fetched(store))
     assert replica.advance(to=1) is None
     assert (replica.status().mirror, len(fetched(store))) == (2, before)
@@ -315,7 +315,7 @@ def test_scrub(repair: bool, caplog: pytest.LogCaptureFixture) -> None:
     feed = long_feed(2)
     target = target_for(feed)
     replica = follower(feed.store, target)
-    with pytest.raises(InvalidInputError, match="nothing yet"):
+    with pytest.raises(InvalidInputError, match="nothing to compare with yet"):
         replica.scrub()
     replica.advance()
     assert replica.scrub() == []
@@ -336,15 +336,15 @@ def test_scrub_does_not_repair_from_a_mirror_that_is_damaged() -> None:
     target = target_for(feed)
     replica = follower(feed.store, target)
     replica.advance()
-    mirror = replica._mover.mirror
-    assert mirror is not None
-    mirror.weights.arrays[mirror.weights.layout.ordinals["packed"]][0] ^= 1
+    weights = replica._mirror.weights
+    assert weights is not None
+    weights.arrays[weights.layout.ordinals["packed"]][0] ^= 1
     assert replica.scrub() == []
     assert target.holds(feed.states[1])
     assert replica.status().counts.rebuilt == 1
     # Some tensors alone are held against a mirror that nobody has looked at before: it is proved before a repair.
-    mirror.weights.arrays[mirror.weights.layout.ordinals["packed"]][0] ^= 1
-    assert replica._mover.scrub(target, repair=True, tensors=range(7))
+    weights.arrays[weights.layout.ordinals["packed"]][0] ^= 1
+    assert replica._scrub(repair=True, tensors=range(7))
     assert target.holds(feed.states[1])
     assert replica.status().counts.rebuilt == 2
 
@@ -356,11 +356,11 @@ def test_scrub_proves_the_mirror(is_background: bool) -> None:
     target = target_for(feed)
     replica = follower(feed.store, target, observer=moves, scrub_s=0.01 if is_background else None)
     replica.advance(to=0)
-    mirror = replica._mover.mirror
-    assert mirror is not None
-    ordinal = mirror.weights.layout.ordinals["embed"]
+    weights = replica._mirror.weights
+    assert weights is not None
+    ordinal = weights.layout.ordinals["embed"]
     place = int(np.flatnonzero(feed.states[0].arrays[ordinal] != feed.states[1].arrays[ordinal])[0])
-    mirror.weights.arrays[ordinal][place] ^= 2
+    weights.arrays[ordinal][place] ^= 2
     replica.advance()
     assert not target.holds(feed.states[1])
     if is_background:

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 from support.feeds import Feed, same_weights
+from support.replicas import long_feed
 
 from deltasync.errors import CorruptError, FormatError, InvalidInputError
+from deltasync.feed.plan import Edge
 from deltasync.files import locked
+from deltasync.format import keys
+from deltasync.format.layout import Layout
 from deltasync.format.sealed import sealed
 from deltasync.format.weights import Weights
 from deltasync.replica.mirror import Mirror, MirrorRecord
@@ -17,21 +21,26 @@ SHA = "ab" * 32
 
 
 def fill(mirror: Mirror, weights: Weights) -> None:
+    assert mirror.weights is not None
     for mine, other in zip(mirror.weights.arrays, weights.arrays, strict=True):
         mine[:] = other
 
 
+def any_layout(layout: Layout) -> None:
+    """A target that takes everything."""
+
+
 def mirror_at(feed: Feed, version: int, path: Path | None) -> Mirror:
-    mirror = Mirror.new(feed.states[version].layout, path)
-    with mirror.becoming(version, feed.log.read(version).digest):
-        fill(mirror, feed.states[version])
+    mirror = Mirror(feed.log, path=path)
+    mirror.advance(feed.log.read(version), any_layout)
     return mirror
 
 
 def reopened(path: Path, feed: Feed) -> Mirror:
-    found = Mirror.reopened(path, feed.log)
-    assert found is not None
-    return found
+    mirror = Mirror(feed.log, path=path)
+    mirror.open()
+    assert mirror.weights is not None
+    return mirror
 
 
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["memory", "mapped"])
@@ -39,10 +48,37 @@ def test_a_mirror_is_of_no_version_while_it_is_written(is_mapped: bool, tmp_path
     feed = Feed.of(2)
     mirror = mirror_at(feed, 0, tmp_path / "mirror" if is_mapped else None)
     assert (mirror.version, mirror.is_sound()) == (0, True)
-    with suppress(KeyError), mirror.becoming(1, feed.log.read(1).digest):
+    with suppress(KeyError), mirror.writing(1, feed.log.read(1).digest):
         assert mirror.version is None
         raise KeyError
-    assert (mirror.version, mirror.digest, mirror.torn_for) == (None, None, 1)
+    assert (mirror.version, mirror.digest, mirror._record.writing) == (None, None, 1)
+
+
+def test_a_hand_off_has_the_changes_since_the_last() -> None:
+    feed = long_feed(4)
+    mirror = mirror_at(feed, 0, None)
+    first = mirror.hand_off()
+    assert (first.start, first.changes, first.edges) == (None, None, ["anchor"])
+    for version in (1, 2):
+        mirror.advance(feed.log.read(version), any_layout)
+    second = mirror.hand_off()
+    assert (second.start, second.edges) == (0, ["delta", "delta"])
+    assert second.changed == sum(feed.log.read(version).changed or 0 for version in (1, 2))
+    third = mirror.hand_off()
+    assert (third.start, third.changes, third.edges, third.nbytes) == (2, [], [], 0)
+
+
+def test_a_write_that_fails_loses_the_collected_changes() -> None:
+    """They lead to a version that the mirror does not hold: only all weights of a later one will do."""
+    feed = long_feed(4)
+    mirror = mirror_at(feed, 1, None)
+    mirror.hand_off()
+    mirror.advance(feed.log.read(2), any_layout)
+    with suppress(KeyError), mirror.writing(3, feed.log.read(3).digest):
+        raise KeyError
+    mirror.advance(feed.log.read(3), any_layout)
+    assert mirror.version == 3
+    assert mirror.hand_off().changes is None
 
 
 def test_a_file_is_found_again_at_its_version(tmp_path: Path) -> None:
@@ -50,14 +86,15 @@ def test_a_file_is_found_again_at_its_version(tmp_path: Path) -> None:
     mirror_at(feed, 1, path)
     again = reopened(path, feed)
     assert (again.version, again.digest) == (1, feed.log.read(1).digest)
+    assert again.weights is not None
     assert same_weights(again.weights, feed.states[1])
 
 
 def test_a_crash_after_the_last_write_loses_nothing(tmp_path: Path) -> None:
-    """The record names the version before and the one being written: the digest tells which it is."""
+    """The record names the version before and the one being written: the digest decides which it is."""
     feed, path = Feed.of(3), tmp_path / "mirror"
     mirror = mirror_at(feed, 1, path)
-    with suppress(KeyError), mirror.becoming(2, feed.log.read(2).digest):
+    with suppress(KeyError), mirror.writing(2, feed.log.read(2).digest):
         raise KeyError
     assert reopened(path, feed).version == 1
     fill(mirror, feed.states[2])
@@ -89,28 +126,33 @@ def test_what_is_not_proved_is_of_no_version(spoil: object, tmp_path: Path, capl
     spoil(path)
     with caplog.at_level(logging.WARNING):
         assert reopened(path, feed).version is None
-    assert "built anew" in caplog.text
+    assert "rebuilding it" in caplog.text
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff" * 100], ids=["missing", "empty", "other"])
 def test_no_mirror_at_all(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "mirror").write_bytes(content)
-    assert Mirror.reopened(tmp_path / "mirror", Feed.of(1).log) is None
+    mirror = Mirror(Feed.of(1).log, path=tmp_path / "mirror")
+    mirror.open()
+    assert (mirror.weights, mirror.version) == (None, None)
 
 
-def test_an_interrupted_anchor_is_noted(tmp_path: Path) -> None:
-    feed, path = Feed.of(2), tmp_path / "mirror"
+def test_the_record_names_the_payloads_of_an_interrupted_anchor(tmp_path: Path) -> None:
+    feed, path = Feed.of(1), tmp_path / "mirror"
+    edge = Edge(keys.version_key(0), feed.log.read(0))
+    sha256 = edge.manifest.payloads[0].sha256
     mirror = mirror_at(feed, 0, path)
-    with suppress(KeyError), mirror.becoming(1, feed.log.read(1).digest):
-        mirror.weights.arrays[0][:] = 0
-        mirror.note_applied(SHA)
+    assert mirror.weights is not None
+    with suppress(KeyError), mirror.writing(0, edge.manifest.digest):
+        mirror.weights.arrays[0][:] ^= 1
+        mirror._note(MirrorRecord(None, 0, frozenset({sha256})))
         raise KeyError
     again = reopened(path, feed)
-    assert (again.version, again.torn_for, again.applied) == (None, 1, {SHA})
-    again.give_up()
+    assert (again.version, again.applied(edge)) == (None, {sha256})
+    again.discard()
     again = reopened(path, feed)
-    assert (again.version, again.torn_for, again.applied) == (None, None, frozenset())
+    assert (again.version, again.applied(edge)) == (None, frozenset())
 
 
 RECORDS = {

@@ -1,6 +1,7 @@
 """A running engine as target: never resumed while it is torn, whatever fails; labelled while it is paused."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -354,7 +355,8 @@ def test_stages_are_replaced(replica: Replica, tmp_path: Path) -> None:
 def test_the_mirror_waits_while_the_loader_reads_it(replica: Replica) -> None:
     """What the map does not know would be of a later version than the rest."""
     replica.advance(0)
-    replica.follower._advance(to=1, meanwhile=replica.follower._read_ahead)
+    with ThreadPoolExecutor(1) as ahead:
+        replica.follower._advance(to=1, ahead=ahead)
     assert replica.is_live(1)
     replica.advance()
     assert replica.is_live(3)

@@ -3,8 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,180 +16,21 @@ from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError, S
 from deltasync.feed.fetch import fetch_files
 from deltasync.feed.log import Log
 from deltasync.files import locked
+from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
-from deltasync.replica.events import Advance, Counts, Observer, Status
+from deltasync.format.weights import Weights
+from deltasync.replica.events import Advance, Counts, Observer, Seconds, Status
 from deltasync.replica.loop import BEAT_S, Heartbeats, Loop, ScrubSchedule, new_replica_id
-from deltasync.replica.mirror import Gathered, Mirror, Reader
+from deltasync.replica.mirror import Handoff, Mirror
 from deltasync.replica.target import Damage, Staged, Target
 from deltasync.store import Feed, opened
 from deltasync.store.retry import RetryingStore
 
 logger = logging.getLogger(__name__)
 
-
-class Mover:
-    """Keeps a mirror and one target together. Safe for threads.
-
-    `serving` is held while the target is changed or compared, `moving` while the mirror moves or must not move; the
-    former is always taken first. A target that takes changes needs no mirror: that one may then move on.
-    """
-
-    def __init__(self, log: Log, reader: Reader, counts: Counts, tell: Observer) -> None:
-        self.serving = threading.RLock()
-        self.moving = threading.RLock()
-        self._log = log
-        self._reader = reader
-        self._counts = counts
-        self._tell = tell
-        self._known: Target | None = None
-        """The target that is known to have the bits of the version that it says."""
-
-    @property
-    def mirror(self) -> Mirror | None:
-        return self._reader.mirror
-
-    def advance(
-        self, target: Target, choose: Callable[[], Manifest], meanwhile: Callable[[], object] = lambda: None
-    ) -> Advance | None:
-        """Bring the target to the version that `choose` tells; None if it is there.
-
-        `meanwhile` is called while the target takes changes, once the mirror is free to move on.
-        """
-        with self.serving:
-            with self.moving:
-                self._open(target)
-                goal = choose()
-                # The mirror may be ahead: it is where the target will have to go next.
-                if target is self._known and target.version == goal.version:
-                    return None
-                staged, gathered = self._prepare(target, goal)
-                if staged.changes is None or target.reads_mirror:
-                    return self._deliver(target, staged, gathered)
-            meanwhile()
-            return self._deliver(target, staged, gathered)
-
-    def read_ahead(self, choose: Callable[[], Manifest]) -> None:
-        """Bring only the mirror to the version that `choose` tells. A new layout waits for the target."""
-        with self.moving:
-            if self.mirror is not None:
-                require = partial(
-                    Layout.require_equal, self.mirror.weights.layout, ours="the mirror", theirs="the feed"
-                )
-                self._reader.move(choose(), require)
-
-    def scrub(
-        self, target: Target, *, repair: bool, tensors: Sequence[int] | None = None, stay: int | None = None
-    ) -> list[Damage]:
-        """Compare the live weights with the mirror, all of them or those of some tensors, and repair what differs.
-
-        Both are brought to one version first: that of the mirror, or `stay`. Before all weights are compared, or any
-        are repaired, the mirror itself is proved by its digest.
-        """
-        with self.serving, self.moving:
-            self._open(target)
-            mirror = self.mirror
-            if mirror is None or mirror.version is None:
-                raise InvalidInputError("there is nothing yet to compare with", hint="advance first")
-            wanted = mirror.version if stay is None else stay
-            if target is not self._known or not target.version == mirror.version == wanted:
-                staged, gathered = self._prepare(target, self._log.read(wanted))
-                self._deliver(target, staged, gathered)
-                mirror = self.mirror
-                assert mirror is not None
-            if tensors is None:
-                self.prove_mirror(target)
-                tensors = range(len(mirror.weights.layout.tensors))
-            return self._compare(target, mirror, tensors, repair=repair)
-
-    def prove_mirror(self, target: Target) -> bool:
-        """Read all of the mirror. If it has other bits than its version, build it anew and write it to the target.
-
-        A change is relative to the mirror, so that a bit that it lost can get into the target unseen.
-        """
-        with self.serving, self.moving:
-            mirror = self.mirror
-            if mirror is None or mirror.version is None or self._reader.is_sound():
-                return True
-            # The mirror may be ahead of the target, which stays where it is.
-            version, self._known = mirror.version if target.version is None else target.version, None
-            self._reader.diverged()
-            self.advance(target, lambda: self._log.read(version))
-            return False
-
-    def _compare(self, target: Target, mirror: Mirror, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
-        found = target.scrub(mirror.weights, tensors, repair=False)
-        elements = sum(damage.elements for damage in found)
-        self._counts.scrubbed += sum(mirror.weights.layout.tensors[i].elements for i in tensors)
-        self._counts.damaged += elements
-        for damage in found:
-            logger.warning("version %s: %d elements of %r differ", mirror.version, damage.elements, damage.tensor)
-        if found and repair:
-            if self.prove_mirror(target):
-                self._repair(target, mirror, tensors)
-            self._counts.repaired += elements
-        return found
-
-    def _open(self, target: Target) -> None:
-        """What a target that was not seen before says of its version is proved, as far as that can be."""
-        self._reader.open()
-        mirror = self.mirror
-        if target is self._known or mirror is None or mirror.version is None or target.version != mirror.version:
-            return
-        target.require(mirror.weights.layout)
-        if target.scrub(mirror.weights, range(len(mirror.weights.layout.tensors)), repair=False):
-            logger.warning("the target has other bits than version %d, which it claims: it is written", mirror.version)
-            return
-        self._known = target
-        self._reader.renew()
-
-    def _prepare(self, target: Target, goal: Manifest) -> tuple[Staged, Gathered]:
-        """The mirror becomes `goal`; what the target needs to become it, too."""
-        mirror = self._reader.move(goal, target.require)
-        gathered = self._reader.gathered
-        changes, start = gathered.changes, gathered.start
-        if target is not self._known or target.version is None or target.version != start:
-            changes = None
-        if changes is None:
-            target.require(mirror.weights.layout)
-            start = None
-        self._reader.renew()
-        files = partial(fetch_files, self._log.store, goal)
-        return Staged(goal, changes, start, mirror.weights, mirror.path, files, len(gathered.edges)), gathered
-
-    def _deliver(self, target: Target, staged: Staged, gathered: Gathered) -> Advance:
-        # Whatever goes wrong from here on: all weights, next time.
-        before, self._known = target.version, None
-        since = time.perf_counter()
-        target.stage(staged)
-        stage_s = time.perf_counter() - since
-        since = time.perf_counter()
-        pause_s = target.commit(staged)
-        commit_s = time.perf_counter() - since
-        self._known = target
-        moved = Advance(
-            from_version=before,
-            version=staged.version,
-            edges=tuple(gathered.edges),
-            nbytes=gathered.nbytes,
-            changed=None if staged.changes is None else gathered.changed,
-            seconds=gathered.seconds(stage_s=stage_s, commit_s=commit_s, pause_s=pause_s),
-        )
-        self._counts.moves += 1
-        self._counts.nbytes += moved.nbytes
-        logger.info("%s", moved)
-        self._tell(moved)
-        return moved
-
-    def _repair(self, target: Target, mirror: Mirror, tensors: Sequence[int]) -> None:
-        """Overwrite what differs from a mirror that is proved; everything if the target cannot do less."""
-        target.scrub(mirror.weights, tensors, repair=True)
-        if target.version is None and mirror.version is not None:
-            self._deliver(target, *self._prepare(target, self._log.read(mirror.version)))
-
-
 _PATIENCE_S = 5.0
-"""How long a single read of a move is tried again before the move fails."""
+"""How long a read of the mirror is retried before the advance fails."""
 
 
 class Follower:
@@ -200,9 +41,9 @@ class Follower:
             follower.wait_live(timeout_s=600)
 
     `mirror`: keep the mirror in a mapped file, from which a later process resumes; by default it is in memory.
-    `base`: a local copy of the checkpoint that the feed began with, if the one that the feed names is not available.
+    `base`: a local copy of the checkpoint that the feed started with, if the one that the feed names is not available.
     `replica`: the id in heartbeats; random by default.
-    `observer`: called with every move, in the thread that made it, before the next one can begin.
+    `observer`: called with every advance, in the thread that made it, before the next one can start.
     `beat_s`: seconds between heartbeats; None writes none.
     `scrub_s`: while following, compare all weights of the target with the mirror about once in this many seconds; None
     does not.
@@ -221,25 +62,28 @@ class Follower:
         scrub_s: float | None = None,
     ) -> None:
         self.replica = new_replica_id() if replica is None else replica
-        self._target = target
-        self._held = ExitStack()
-        self._store = self._held.enter_context(opened(feed))
+        self._resources = ExitStack()
+        self._store = self._resources.enter_context(opened(feed))
         self._log = Log(self._store)
         self._counts = Counts()
         patient = Log(RetryingStore(self._store, limit_s=_PATIENCE_S))
-        reader = Reader(patient, path=mirror, base=base, counts=self._counts)
-        self._mover = Mover(patient, reader, self._counts, self._moved)
-        self._heart = None if beat_s is None else Heartbeats(self._log, self.replica, beat_s=beat_s)
+        # One lock guards both the mirror and the target. While the target takes changes, the mirror is lent to the
+        # thread that reads ahead: `_reading` is done before the lock is released, or the mirror is used again.
+        self._lock = threading.RLock()
+        self._reading: Future[None] | None = None
+        self._mirror = Mirror(patient, path=mirror, base=base, counts=self._counts)
+        self._target = target
+        self._proved: tuple[int, StateDigest] | None = None
+        """The version whose bits the target is known to have, and their digest."""
+        self._heartbeats = None if beat_s is None else Heartbeats(self._log, self.replica, beat_s=beat_s)
         self._observer = observer
-        self._rounds = None if scrub_s is None else ScrubSchedule(scrub_s)
+        self._schedule = None if scrub_s is None else ScrubSchedule(scrub_s)
         self._loop = Loop()
-        self._mirror_path = mirror
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._is_open = False
         self._is_closed = False
         self._is_paused = False
-        self._has_ended = False
         self._head: Manifest | None = None
         self._pinned: Manifest | None = None
         self._served: int | None = None
@@ -255,13 +99,13 @@ class Follower:
         self.close()
 
     def advance(self, *, to: int | None = None) -> Advance | None:
-        """Bring the target to version `to`: by default the one that is pinned, else the newest. None if it is there.
+        """Bring the target to version `to`: by default the pinned one, else the newest. None if it is there already.
 
-        `to` may be older than what is live. Versions between are never shown.
+        `to` may be older than the live version. Versions in between are never live.
 
-        NotFoundError for a version that the feed does not have; MismatchError, before anything is touched, if the feed
-        is of another model than the target; what the target raises if it cannot take the version: next time it is
-        brought there with all weights of the mirror.
+        NotFoundError for a version that the feed does not have; MismatchError, before anything is written, if the feed
+        is of another model than the target; what the target raises if it cannot take the version. The next advance
+        then writes all weights of the mirror.
         """
         return self._advance(to=to)
 
@@ -271,78 +115,86 @@ class Follower:
         A store or a target that fails is retried without limit, with back-off, and logged once. Raises only what a
         retry cannot fix: a target of another model, a format of a later release, a store that refuses.
         """
-        ahead = ThreadPoolExecutor(1, thread_name_prefix="deltasync-ahead")
-        with ahead:
-            self._loop.run(lambda: self._step(ahead), self._note)
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="deltasync-ahead") as ahead:
+                self._loop.run(partial(self._step, ahead), self._note_error)
+        finally:
+            with self._changed:
+                self._changed.notify_all()
 
     def start(self) -> None:
-        """Call `follow` in a thread of its own. What ends it is `error`, and is logged."""
+        """Call `follow` in a thread of its own. An error that ends it is kept as `error`, and logged."""
         if self._thread is not None:
-            raise InvalidInputError("this follower was started before", hint="make another one for another target")
+            raise InvalidInputError("this follower was started before", hint="create another one")
         self._thread = threading.Thread(target=self._run, name="deltasync-follow", daemon=True)
         self._thread.start()
 
     def wait_live(self, timeout_s: float | None = None) -> int:
         """Wait until a version is live, and return it.
 
-        Raises `error` if following has ended with one; StoreError after `timeout_s`.
+        Raises `error` if following has ended with one; StoreError if it was stopped, or after `timeout_s`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._served is not None or self._has_ended, timeout_s)
-        if self._served is not None:
-            return self._served
-        if self._error is not None and self._has_ended:
-            raise self._error
-        reason = "following has stopped" if self._error is None else f"{self._error}"
-        raise StoreError(
-            f"no version of {self._store.url} is live after {timeout_s} s: {reason}",
-            transient=True,
-            hint="call start() first" if self._thread is None else "wait longer, or look at the log",
-        )
+            served, error, has_ended = self._served, self._error, self._has_ended
+        if served is not None:
+            return served
+        if self._loop.has_failed and error is not None:
+            raise error
+        if has_ended:
+            message, hint = "following was stopped before a version went live", "create another follower"
+        else:
+            message = f"no version went live within {timeout_s} s"
+            hint = "wait longer" if self._loop.is_running else "call start() first"
+        if error is not None:
+            message += f"; the last error was: {error}"
+        raise StoreError(f"{self._store.url}: {message}", transient=True, hint=hint)
 
     @property
     def error(self) -> Exception | None:
-        """The error that following fails with now, or has ended with; None while all is well."""
+        """The error that following fails with now, or has ended with; None while it works."""
         return self._error
 
     def stop(self) -> None:
-        """Let following end after the move in progress, for good. `close` waits for that."""
+        """End following after the advance in progress, for good. `close` waits for that."""
         self._loop.stop()
+        with self._changed:
+            self._changed.notify_all()
 
     def nudge(self) -> None:
-        """Let `follow` look for a new version at once."""
+        """Let `follow` poll for a new version at once."""
         self._loop.nudge()
 
     def pause(self) -> None:
-        """Let `follow` fetch nothing more until `resume`; what is under way is finished."""
+        """Stop fetching in `follow` until `resume`; an advance in progress is finished."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """The opposite of `pause`."""
+        """Let `follow` fetch again after `pause`."""
         self._is_paused = False
         self._loop.nudge()
 
     def pin(self, version: int | None) -> None:
-        """Stay at a version, which may be older than what is live; None lets go. NotFoundError if it is not there."""
+        """Stay at a version, which may be older than the live one; None unpins. NotFoundError if it does not exist."""
         self._pinned = None if version is None else self._read(version)
         self._loop.nudge()
 
     def scrub(self, *, repair: bool = True) -> list[Damage]:
-        """Compare all live weights with the mirror, and overwrite what differs."""
-        with self._mover.serving:
+        """Compare all live weights with the mirror, and overwrite those that differ."""
+        with self._lock:
             self._open()
-            return self._mover.scrub(self._target, repair=repair, stay=self._stay)
+            return self._scrub(repair=repair)
 
     def status(self) -> Status:
-        """How things stand. Waits for nothing."""
-        head, mirror = self._head, self._mover.mirror
+        """The present state. Never blocks."""
+        head, served = self._head, self._served
         return Status(
             replica=self.replica,
-            version=self._served,
+            version=served,
             head=None if head is None else head.version,
-            lag=None if head is None or self._served is None else max(0, head.version - self._served),
-            mirror=None if mirror is None else mirror.version,
-            pinned=self._stay,
+            lag=None if head is None or served is None else max(0, head.version - served),
+            mirror=self._mirror.version,
+            pinned=self._pinned_version,
             is_paused=self._is_paused,
             is_following=self._loop.is_running,
             last=self._last,
@@ -351,98 +203,54 @@ class Follower:
         )
 
     def close(self) -> None:
-        """Stop, delete the heartbeat, release the mirror's file. The target stays as it is."""
+        """Stop, wait for the thread, delete the heartbeat, release the mirror's file. The target stays as it is."""
         self.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        with self._mover.serving, self._mover.moving:
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            if self._heart is not None:
-                self._heart.leave()
-            self._held.close()
+            self._take_back_mirror()
+            if self._heartbeats is not None:
+                self._heartbeats.leave()
+            self._resources.close()
 
-    def _open(self) -> None:
-        """The first use takes the mirror's file."""
-        if self._is_closed:
-            raise InvalidInputError("this follower is closed", hint="make a new one")
-        if not self._is_open and self._mirror_path is not None:
-            self._held.enter_context(locked(self._mirror_path))
-        self._is_open = True
+    # Following
 
     def _run(self) -> None:
         try:
             self.follow()
         except DeltasyncError as error:
-            self._error = error
             logger.error("no longer following %s: %s", self._store.url, error)
-        finally:
-            with self._changed:
-                self._has_ended = True
-                self._changed.notify_all()
-
-    def _advance(self, *, to: int | None = None, meanwhile: Callable[[], object] = lambda: None) -> Advance | None:
-        try:
-            with self._mover.serving:
-                self._open()
-                moved = self._mover.advance(self._target, lambda: self._goal(to), meanwhile)
-        finally:
-            with self._changed:
-                self._served = self._target.version
-                self._changed.notify_all()
-        self._beat()
-        return moved
-
-    def _moved(self, moved: Advance) -> None:
-        self._last, self._served = moved, moved.version
-        if self._observer is not None:
-            self._observer(moved)
-
-    def _step(self, ahead: Executor) -> bool:
-        """One look while following; whether there was anything new."""
-        try:
-            if not self._is_paused:
-                moved = self._advance(meanwhile=lambda: ahead.submit(self._read_ahead))
-                if moved is not None:
-                    return True
-            if self._rounds is not None and self._mover.mirror is not None and self._target.version is not None:
-                self._scrub_some(self._rounds, self._mover.mirror)
-            return False
-        finally:
-            # Also while nothing moves: what is live is still served, and its way must be kept.
-            self._beat()
-
-    def _scrub_some(self, rounds: ScrubSchedule, mirror: Mirror) -> None:
-        """The tensors that are due; once in each round the mirror, too."""
-        due = rounds.due([spec.elements for spec in mirror.weights.layout.tensors])
-        with self._mover.serving:
-            if due and not self._is_closed:
-                if 0 in due:
-                    self._mover.prove_mirror(self._target)
-                self._mover.scrub(self._target, repair=True, tensors=due, stay=self._stay)
 
     @property
-    def _stay(self) -> int | None:
-        return None if self._pinned is None else self._pinned.version
+    def _has_ended(self) -> bool:
+        """Whether following was stopped, or has ended with an error."""
+        return (self._loop.is_stopping or self._loop.has_failed) and not self._loop.is_running
 
-    def _read_ahead(self) -> None:
-        """The mirror goes on while the target is at work."""
-        if self._is_paused or self._is_closed or self._loop.is_stopping:
-            return
+    def _note_error(self, error: Exception | None) -> None:
+        self._error = error
+
+    def _step(self, ahead: Executor) -> bool:
+        """One poll; whether the target advanced."""
         try:
-            self._mover.read_ahead(lambda: self._goal(None))
-        except DeltasyncError as error:
-            # The next step meets it again, and tells.
-            logger.debug("cannot read ahead: %s", error)
+            if not self._is_paused and self._advance(ahead=ahead) is not None:
+                return True
+            if self._schedule is not None:
+                self._scrub_some(self._schedule)
+            return False
+        finally:
+            # Also without an advance: `prune` must keep what this replica needs.
+            self._beat()
 
     def _goal(self, to: int | None) -> Manifest:
-        """The version to go to. One small request where the head is known."""
+        """The version to advance to. This takes one small request if the head is known."""
         if to is not None:
-            found = self._read(to)
-            if self._head is None or self._head.version < found.version:
-                self._head = found
-            return found
+            manifest = self._read(to)
+            if self._head is None or self._head.version < manifest.version:
+                self._head = manifest
+            return manifest
         if self._head is None:
             self._head = self._log.require_head()
         else:
@@ -462,20 +270,212 @@ class Follower:
                 hint="choose one of these",
             ) from error
 
-    def _note(self, error: Exception | None) -> None:
-        self._error = error
+    @property
+    def _pinned_version(self) -> int | None:
+        return None if self._pinned is None else self._pinned.version
+
+    # Advancing: mirror first, then target
+
+    def _advance(self, *, to: int | None = None, ahead: Executor | None = None) -> Advance | None:
+        with self._lock:
+            self._open()
+            try:
+                self._prove_target()
+                goal = self._goal(to)
+                # The mirror may be ahead of the target: the target's next advance leads there.
+                advanced = None if self._is_proved_at(goal.version) else self._serve(goal, ahead)
+            finally:
+                self._set_served(self._target.version)
+            if advanced is None:
+                self._beat()
+            return advanced
+
+    def _open(self) -> None:
+        """Make the mirror ready for use: its file is locked at the first one."""
+        # An observer may call back while the mirror is read ahead.
+        self._take_back_mirror()
+        if self._is_closed:
+            raise InvalidInputError("this follower is closed", hint="create a new one")
+        if not self._is_open and self._mirror.path is not None:
+            self._resources.enter_context(locked(self._mirror.path))
+        self._is_open = True
+
+    def _is_proved_at(self, version: int | None) -> bool:
+        return self._proved is not None and self._proved[0] == self._target.version == version
+
+    def _prove_target(self) -> None:
+        """If the target claims the mirror's version without proof, compare them. A wrong claim means all weights."""
+        self._mirror.open()
+        mirror, weights, target = self._mirror, self._mirror.weights, self._target
+        if self._proved is not None or weights is None or mirror.version is None or mirror.digest is None:
+            return
+        if target.version != mirror.version:
+            return
+        target.require(weights.layout)
+        if target.scrub(weights, range(len(weights.layout.tensors)), repair=False):
+            logger.warning("the target claims version %d but has other bits: it is rewritten", mirror.version)
+            return
+        self._proved = mirror.version, mirror.digest
+        mirror.hand_off()
+
+    def _serve(self, goal: Manifest, ahead: Executor | None = None) -> Advance:
+        """Bring the mirror and then the target to a version; read ahead in the meantime, where that is possible."""
+        self._mirror.advance(goal, self._target.require)
+        staged, handoff = self._prepare(goal)
+        if ahead is None or staged.changes is None or self._target.reads_mirror:
+            return self._deliver(staged, handoff)
+        self._reading = ahead.submit(self._read_ahead, staged.weights.layout)
+        try:
+            return self._deliver(staged, handoff)
+        finally:
+            self._take_back_mirror()
+
+    def _take_back_mirror(self) -> None:
+        """Wait until the mirror is no longer read ahead. The next step meets any error of that again."""
+        if self._reading is not None:
+            wait([self._reading])
+            self._reading = None
+
+    def _read_ahead(self, layout: Layout) -> None:
+        """Bring only the mirror to the newest version. A version of another layout has to wait for the target."""
+        if self._is_paused or self._loop.is_stopping:
+            return
+        require = partial(Layout.require_equal, layout, ours="the mirror", theirs="the feed")
+        try:
+            self._mirror.advance(self._goal(None), require)
+        except DeltasyncError as error:
+            # The next step meets the same error, and reports it.
+            logger.debug("cannot read ahead: %s", error)
+
+    def _prepare(self, goal: Manifest) -> tuple[Staged, Handoff]:
+        """What the target needs to become the version that the mirror holds."""
+        weights, handoff = self._require_weights(), self._mirror.hand_off()
+        changes = None if handoff.changes is None else tuple(handoff.changes)
+        if handoff.start is None or not self._is_proved_at(handoff.start):
+            changes = None
+        if changes is None:
+            self._target.require(weights.layout)
+        staged = Staged(
+            manifest=goal,
+            changes=changes,
+            start=None if changes is None else handoff.start,
+            weights=weights,
+            path=self._mirror.path,
+            files=partial(fetch_files, self._mirror.log.store, goal),
+            edges=len(handoff.edges),
+        )
+        return staged, handoff
+
+    def _deliver(self, staged: Staged, handoff: Handoff) -> Advance:
+        """Stage and commit, and report it. If the target fails, it gets all weights the next time."""
+        before, self._proved = self._target.version, None
+        began = time.perf_counter()
+        self._target.stage(staged)
+        staged_at = time.perf_counter()
+        pause_s = self._target.commit(staged)
+        seconds = Seconds(
+            plan=handoff.plan_s,
+            fetch=handoff.fetch_s,
+            decode=handoff.decode_s,
+            stage=staged_at - began,
+            commit=time.perf_counter() - staged_at,
+            pause=pause_s,
+        )
+        self._proved = staged.version, staged.manifest.digest
+        changed = None if staged.changes is None else handoff.changed
+        advanced = Advance(before, staged.version, tuple(handoff.edges), handoff.nbytes, changed, seconds)
+        self._counts.moves += 1
+        self._counts.nbytes += advanced.nbytes
+        self._last = advanced
+        logger.info("%s", advanced)
+        self._set_served(staged.version)
+        if self._observer is not None:
+            self._observer(advanced)
+        self._beat()
+        return advanced
+
+    def _require_weights(self) -> Weights:
+        if self._mirror.weights is None or self._mirror.version is None:
+            raise InvalidInputError("there is nothing to compare with yet", hint="advance first")
+        return self._mirror.weights
+
+    def _set_served(self, version: int | None) -> None:
+        with self._changed:
+            self._served = version
+            self._changed.notify_all()
+
+    # Scrubbing
+
+    def _scrub_some(self, schedule: ScrubSchedule) -> None:
+        """Compare the tensors that are due, and check the mirror once in each round."""
+        with self._lock:
+            if self._is_closed or None in (self._mirror.version, self._target.version):
+                return
+            weights = self._require_weights()
+            due = schedule.due([spec.elements for spec in weights.layout.tensors])
+            if 0 in due:
+                self._prove_mirror()
+            if due:
+                self._scrub(repair=True, tensors=due)
+
+    def _scrub(self, *, repair: bool, tensors: Sequence[int] | None = None) -> list[Damage]:
+        """Compare the live weights of these tensors, by default of all, with the mirror, and repair those that differ.
+
+        The target and the mirror are brought to the same version first: the mirror's, or the pinned one. The mirror
+        itself is checked by its digest before all weights are compared, and before any are repaired.
+        """
+        self._prove_target()
+        self._require_weights()
+        wanted = self._mirror.version if self._pinned is None else self._pinned.version
+        if self._mirror.version != wanted or not self._is_proved_at(wanted):
+            assert wanted is not None
+            self._serve(self._mirror.log.read(wanted))
+        if tensors is None:
+            self._prove_mirror()
+        weights = self._require_weights()
+        tensors = range(len(weights.layout.tensors)) if tensors is None else tensors
+        damages = self._target.scrub(weights, tensors, repair=False)
+        elements = sum(damage.elements for damage in damages)
+        self._counts.scrubbed += sum(weights.layout.tensors[i].elements for i in tensors)
+        self._counts.damaged += elements
+        for damage in damages:
+            logger.warning("version %s: %d elements of %r differ", wanted, damage.elements, damage.tensor)
+        if damages and repair:
+            if self._prove_mirror():
+                self._target.scrub(weights, tensors, repair=True)
+                if self._target.version is None and wanted is not None:
+                    # The target cannot repair single tensors: it gets all weights.
+                    self._serve(self._mirror.log.read(wanted))
+            self._counts.repaired += elements
+        return damages
+
+    def _prove_mirror(self) -> bool:
+        """Check the mirror by its digest. If that is wrong, rebuild the mirror and rewrite the target from it.
+
+        A change is relative to the mirror, so a bit that flipped there can reach the target unnoticed.
+        """
+        mirror = self._mirror
+        if mirror.version is None or mirror.is_sound():
+            return True
+        # The mirror may be ahead of the target, which stays at its version.
+        version = mirror.version if self._target.version is None else self._target.version
+        self._proved = None
+        mirror.discard()
+        self._serve(mirror.log.read(version))
+        return False
+
+    # Heartbeats
 
     def _beat(self) -> None:
-        if self._heart is not None:
-            self._heart.beat(self._target.version, self._facts)
+        if self._heartbeats is not None:
+            self._heartbeats.beat(self._target.version, self._facts)
 
     def _facts(self) -> Mapping[str, str]:
-        target = self._target
-        facts, lag, mirror = {"engine": target.engine}, self.status().lag, self._mover.mirror
+        facts, lag = {"engine": self._target.engine}, self.status().lag
         if lag is not None:
             facts["lag"] = str(lag)
-        if mirror is not None and mirror.digest is not None and mirror.version == target.version:
-            facts["digest"] = mirror.digest.hex
+        if self._proved is not None and self._proved[0] == self._target.version:
+            facts["digest"] = self._proved[1].hex
         if self._last is not None:
             facts |= self._last.seconds.facts()
         return facts

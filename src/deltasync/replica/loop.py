@@ -22,9 +22,13 @@ _OUTAGE_MOST_S = 5.0
 
 
 class Loop:
-    """`run` works in the thread that calls it; `nudge` and `stop` are for the others. A stop is for good."""
+    """A poll loop with back-off. `run` works in the thread that calls it; other threads call `nudge` and `stop`.
+
+    A stop is for good. `has_failed` says whether an error has ended the loop.
+    """
 
     def __init__(self) -> None:
+        self.has_failed = False
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._running = threading.Lock()
@@ -38,66 +42,68 @@ class Loop:
         return self._stop.is_set()
 
     def nudge(self) -> None:
-        """Do not wait any longer."""
+        """Poll at once."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Let `run` return after the step that is under way."""
+        """Let `run` return after the step in progress."""
         self._stop.set()
         self._wake.set()
 
-    def run(self, step: Callable[[], bool], note: Callable[[Exception | None], None]) -> None:
-        """Call `step`, which says whether there was news, until `stop`. `note` is told every error, and its end.
+    def run(self, step: Callable[[], bool], on_error: Callable[[Exception | None], None]) -> None:
+        """Call `step`, which returns whether there was anything new, until `stop`.
 
-        Raises what trying again cannot help. Everything else is logged once, until it is over or becomes another error.
+        An error that a retry cannot fix is raised. Any other is logged once, until a step succeeds or fails with
+        another type. `on_error` is called with every error, and with None when a step succeeds again.
         """
         if not self._running.acquire(blocking=False):
-            raise InvalidInputError("this follower follows already", hint="make another one for another target")
+            raise InvalidInputError("this follower follows already", hint="create another one for another target")
         try:
-            self._run(step, note)
+            self._run(step, on_error)
         finally:
             self._running.release()
 
-    def _run(self, step: Callable[[], bool], note: Callable[[Exception | None], None]) -> None:
+    def _run(self, step: Callable[[], bool], on_error: Callable[[Exception | None], None]) -> None:
         pause_s, has_worked = _POLL_FIRST_S, False
         failing: type[Exception] | None = None
         while not self._stop.is_set():
             self._wake.clear()
             try:
-                is_news = step()
+                is_new = step()
             except Exception as error:
-                # Whatever a target or a store does, what is live goes on being served.
-                note(error)
+                # Whatever a target or a store raises, the live version is still served.
+                on_error(error)
                 if _is_final(error, has_worked=has_worked, is_again=failing is type(error)):
+                    self.has_failed = True
                     raise
                 if failing is not type(error):
                     trace = None if isinstance(error, DeltasyncError) else error
-                    logger.warning("cannot follow, trying again: %s", error, exc_info=trace)
+                    logger.warning("cannot follow, retrying: %s", error, exc_info=trace)
                 failing, pause_s = type(error), min(2 * pause_s, _OUTAGE_MOST_S)
             else:
                 if failing is not None:
                     logger.warning("following again")
-                    note(None)
-                pause_s = _POLL_FIRST_S if is_news or failing is not None else min(2 * pause_s, _POLL_MOST_S)
+                    on_error(None)
+                pause_s = _POLL_FIRST_S if is_new or failing is not None else min(2 * pause_s, _POLL_MOST_S)
                 failing, has_worked = None, True
-                if is_news:
+                if is_new:
                     continue
             self._wake.wait(pause_s)
 
 
 def _is_final(error: Exception, *, has_worked: bool, is_again: bool) -> bool:
-    """Whether trying again cannot help: another model, another format, no permission, a wrong call."""
+    """Whether a retry cannot fix the error: another model, another format, no permission, a wrong call."""
     if isinstance(error, StoreError):
         return not error.transient
     if isinstance(error, FormatError):
-        # A bit that flips on the wire can look like a later release, but not twice.
+        # A bit that flips in transit can look like a later release, but not twice.
         return is_again
-    # Input is wrong at once. Later on it is a disk that is full for a while.
+    # Wrong input fails at once. Later on, it may be a disk that is full for a while.
     return isinstance(error, MismatchError) or (isinstance(error, InvalidInputError) and not has_worked)
 
 
 class ScrubSchedule:
-    """Which tensors are due for a look, so that one round over the model takes about `round_s`."""
+    """Decides which tensors to compare, so that one round over the model takes about `round_s`."""
 
     def __init__(self, round_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._round_s = round_s
@@ -106,25 +112,25 @@ class ScrubSchedule:
         self._last_s = clock()
 
     def due(self, elements: Sequence[int]) -> list[int]:
-        """Ordinals of the tensors, which have so many elements, that are due since the last call; 0 begins a round."""
+        """Ordinals of the tensors that became due since the last call; `elements` has their sizes. 0 starts a round."""
         now_s = self._clock()
         budget = sum(elements) * min(1.0, (now_s - self._last_s) / self._round_s)
         self._last_s = now_s
-        wanted: list[int] = []
-        while budget > 0 and len(wanted) < len(elements):
+        ordinals: list[int] = []
+        while budget > 0 and len(ordinals) < len(elements):
             ordinal = self._next % len(elements)
-            wanted.append(ordinal)
+            ordinals.append(ordinal)
             budget -= elements[ordinal]
             self._next = ordinal + 1
-        return wanted
+        return ordinals
 
 
 BEAT_S = 30.0
-"""Between two heartbeats of a replica whose version stays: well below the 15 minutes after which it counts as gone."""
+"""Seconds between heartbeats while the version stays: far below the 15 minutes until a replica counts as gone."""
 
 
 class Heartbeats:
-    """Writes heartbeats when they are due. No failure of theirs reaches the caller: serving goes on without them."""
+    """Writes heartbeats when they are due. A failure is logged and not raised: the replica serves without them."""
 
     def __init__(
         self, log: Log, replica: str, *, beat_s: float = BEAT_S, clock: Callable[[], float] = time.time
@@ -147,19 +153,19 @@ class Heartbeats:
             is_fresh = last is not None and last[0] == version and 0 <= now - last[1] < self._beat_s
             if is_fresh or self._has_left:
                 return
-            # A store that fails is not asked again before the next is due.
+            # After a failure the store is not called again before the next heartbeat is due.
             self._last = version, now
             try:
                 self._log.beat(Heartbeat(self._replica, version, int(now), facts()))
             except DeltasyncError as error:
                 if not self._is_failing:
-                    logger.warning("cannot write the heartbeat of %s, going on without: %s", self._replica, error)
+                    logger.warning("cannot write the heartbeat of %s, continuing without it: %s", self._replica, error)
                 self._is_failing = True
             else:
                 self._is_failing = False
 
     def leave(self) -> None:
-        """The replica ends for good: nothing needs to be kept for it, and nobody waits for it."""
+        """Delete the heartbeat of a replica that ends for good, so that `prune` keeps nothing for it."""
         with self._lock:
             self._has_left = True
             if self._last is None:
@@ -167,11 +173,11 @@ class Heartbeats:
             try:
                 self._log.store.delete(self._key)
             except DeltasyncError as error:
-                message = "cannot delete the heartbeat of %s, it counts as alive for a while: %s"
+                message = "cannot delete the heartbeat of %s, which counts as live until it expires: %s"
                 logger.warning(message, self._replica, error)
 
 
 def new_replica_id() -> str:
-    """Host, process and something random, in the form that keys allow."""
+    """Host name, process id and a random suffix, in the form that keys allow."""
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:60].lstrip("-")
     return f"{host}-{os.getpid()}-{secrets.token_hex(3)}".lstrip("-")

@@ -1,8 +1,8 @@
 """The mirror: the replica host's copy of the weights of a version, in memory or in a mapped file.
 
-The mirror follows a feed: plan, fetch, prove, decode. Nothing is written to it before it is proved. A small record lies
-beside a mapped file and says what the file should hold. The record is only a hint: when the file is opened again, the
-digest of all weights decides.
+`Mirror.advance` plans, fetches, verifies and applies, and collects what changed for the next hand-off to the target. A
+small record beside a mapped file says what the file should hold. The record is only a hint: when the file is opened
+again, the digest of all weights decides.
 """
 
 import logging
@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from deltasync.feed.log import Log
 from deltasync.feed.plan import Edge, Plan
 from deltasync.feed.replay import (
     BlockedError,
+    Start,
     blocking,
     decode_edge,
     open_start,
@@ -46,7 +47,7 @@ from deltasync.format.sealed import (
 )
 from deltasync.format.weights import Changes, Region, Runs, Weights
 from deltasync.parallel import each
-from deltasync.replica.events import Counts, Seconds
+from deltasync.replica.events import Counts
 
 logger = logging.getLogger(__name__)
 _COUNT_MAX = (1 << 63) - 1
@@ -84,95 +85,295 @@ class MirrorRecord:
         return cls(version, writing, frozenset(applied))
 
 
-class Mirror:
-    """`weights` are those of `version`, whose state digest is `digest`; both None while they are of none.
+WHOLE_SHARE = 4
+"""If more than one element in this many changed, a target takes all weights: changes would use more memory."""
 
-    Not safe for threads: whoever moves or compares it holds the follower's lock.
+_ATTEMPTS = 2
+"""How often one advance may find that the mirror lost its bits."""
+
+Require = Callable[[Layout], None]
+"""Raises MismatchError for a layout that the target cannot take."""
+
+
+@dataclass(slots=True)
+class Handoff:
+    """What the mirror applied since the last hand-off, and what that took.
+
+    `changes` lead from version `start` to the mirror's version, in order; None means that only all weights will do.
     """
 
-    def __init__(self, weights: Weights, path: Path | None) -> None:
-        self.weights = weights
+    start: int | None = None
+    changes: list[Changes] | None = None
+    changed: int = 0
+    edges: list[Kind] = field(default_factory=list)
+    nbytes: int = 0
+    plan_s: float = 0.0
+    fetch_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Mirror:
+    """The weights of one version of a feed. Not thread-safe: its follower guards it.
+
+    `weights` are those of `version`, whose state digest is `digest`. Both are None while the weights are of no version;
+    `weights` is None until a layout is known.
+    """
+
+    def __init__(
+        self, log: Log, *, path: Path | None = None, base: Path | None = None, counts: Counts | None = None
+    ) -> None:
+        self.log = log
         self.path = path
+        self.weights: Weights | None = None
         self.version: int | None = None
         self.digest: StateDigest | None = None
+        self._base = base
+        self._counts = Counts() if counts is None else counts
         self._record = MirrorRecord()
+        self._handoff = Handoff()
+        self._is_open = path is None
 
-    @classmethod
-    def new(cls, layout: Layout, path: Path | None) -> "Mirror":
-        """Room for weights of this layout; a file of another layout is replaced."""
-        return cls(zeros(layout) if path is None else mapped_weights(layout, path), path)
+    def open(self) -> None:
+        """Once, look for the mirror that an earlier process left in the file, and check it against the feed.
 
-    @classmethod
-    def reopened(cls, path: Path, log: Log) -> "Mirror | None":
-        """What an earlier process left in a file, proved against the manifests of the feed; None if there is no file.
-
-        One that holds no version of the feed is loudly given up: it is of no version then.
+        Weights that have the digest of no version that the record names are of no version, and will be replaced.
         """
-        layout = mapped_layout(path)
-        if layout is None:
-            return None
-        mirror = cls(mapped_weights(layout, path), path)
-        mirror._record = _read_record(path)
-        # The manifests first: a store that fails must not cost a digest at every attempt.
-        candidates = dict(_candidates(log, mirror._record))
-        found = blocks.digest(mirror.weights)
-        for version, digest in candidates.items():
-            if digest == found:
-                mirror._hold(version, digest)
-                logger.info("the mirror %s holds version %d", path, version)
-                return mirror
-        logger.warning(
-            "the mirror %s has the digest %s, of no version that it should hold (%s): it is built anew",
-            path,
-            found,
-            ", ".join(map(str, candidates)) if candidates else "none is known",
-        )
-        return mirror
+        if self._is_open or self.path is None:
+            return
+        layout = mapped_layout(self.path)
+        if layout is not None:
+            weights, record = mapped_weights(layout, self.path), _read_record(self.path)
+            # The manifests are read first, so that a store that fails does not cost a digest at every attempt.
+            candidates = dict(_candidates(self.log, record))
+            digest = blocks.digest(weights)
+            self.weights, self._record = weights, record
+            version = next((version for version, promised in candidates.items() if promised == digest), None)
+            if version is not None:
+                self._hold(version, digest)
+                logger.info("the mirror %s holds version %d", self.path, version)
+            else:
+                named = ", ".join(map(str, candidates)) if candidates else "it names none"
+                message = "the mirror %s has the digest %s, which no version of its record has (%s): rebuilding it"
+                logger.warning(message, self.path, digest, named)
+                self._counts.rebuilt += not record.applied
+        self._is_open = True
+        self.hand_off()
 
-    @property
-    def applied(self) -> frozenset[str]:
-        """Payloads of the anchor to `torn_for` that were written before an interruption."""
-        return self._record.applied
+    def advance(self, goal: Manifest, require: Require) -> None:
+        """Bring the mirror to a version by the cheapest plan, and by others where an edge cannot be used.
 
-    @property
-    def torn_for(self) -> int | None:
-        """The version that was being written when the weights got torn."""
-        return self._record.writing if self.version is None else None
-
-    @contextmanager
-    def becoming(self, version: int, digest: StateDigest, *, resume: bool = False) -> Iterator[None]:
-        """The block overwrites the weights with another version. If it fails, they are of none.
-
-        `resume`: what was applied before an interruption stays noted.
+        `require` is called with a layout before weights of it are written. An error leaves the mirror at a version of
+        the plan, or at none.
         """
-        applied = self._record.applied if resume else frozenset()
-        self._note(MirrorRecord(self.version, version, applied))
-        self.version = self.digest = None
-        yield
-        self._hold(version, digest)
+        self.open()
+        if self.version == goal.version and self.digest != goal.digest:
+            logger.warning("version %d of the mirror is not that of the feed: rebuilding it", goal.version)
+            self.discard()
+        if self.version == goal.version:
+            return
+        handoff, since = self._handoff, time.perf_counter()
+        busy_s = handoff.fetch_s + handoff.decode_s
+        try:
+            self._advance(goal, require)
+        finally:
+            handoff.plan_s += time.perf_counter() - since - (handoff.fetch_s + handoff.decode_s - busy_s)
 
-    def note_applied(self, sha256: str) -> None:
-        """A payload of an anchor is written: it need not be fetched again after an interruption."""
-        self._note(MirrorRecord(None, self._record.writing, self._record.applied | {sha256}))
-
-    def give_up(self) -> None:
-        """The weights turned out to be of no version, and nothing of them is of use."""
-        self.version = self.digest = None
-        self._note(MirrorRecord())
+    def hand_off(self) -> Handoff:
+        """Return what was collected since the last hand-off, and collect what comes after the present version."""
+        collected = self._handoff
+        self._handoff = Handoff(self.version, None if self.version is None else [])
+        return collected
 
     def is_sound(self) -> bool:
-        """Whether the weights have the digest of their version; reads all of them."""
-        return self.digest is not None and blocks.digest(self.weights) == self.digest
+        """Whether the weights have the digest of their version, if they are of one; reads all of them."""
+        if self.weights is None or self.digest is None or blocks.digest(self.weights) == self.digest:
+            return True
+        logger.warning("the mirror no longer has the digest of version %s: rebuilding it", self.version)
+        return False
+
+    def discard(self) -> None:
+        """Give up weights that turned out to be of no version. The next advance starts from nothing."""
+        self._counts.rebuilt += 1
+        self._handoff.changes = None
+        self.version = self.digest = None
+        if self.weights is not None:
+            self._note(MirrorRecord())
+
+    @contextmanager
+    def writing(self, version: int, digest: StateDigest, *, resume: bool = False) -> Iterator[None]:
+        """Overwrite the weights with another version in the block.
+
+        If the block fails, the weights are of no version, and the collected changes are lost. `resume` keeps the
+        record of the payloads that were applied before an interruption.
+        """
+        self._note(MirrorRecord(self.version, version, self._record.applied if resume else frozenset()))
+        self.version = self.digest = None
+        try:
+            yield
+        except BaseException:
+            self._handoff.changes = None
+            raise
+        self._hold(version, digest)
+
+    def applied(self, edge: Edge) -> frozenset[str]:
+        """The payloads of an anchor that an interrupted attempt has written already."""
+        if self.version is not None or self._record.writing != edge.end:
+            return frozenset()
+        return self._record.applied & {ref.sha256 for ref in edge.manifest.payloads}
+
+    def _advance(self, goal: Manifest, require: Require) -> None:
+        for _ in range(_ATTEMPTS):
+            try:
+                with_fallback(
+                    self.log,
+                    goal,
+                    partial(self._apply, require=require),
+                    start=lambda: self.version,
+                    on_blocked=self._count_blocked,
+                )
+            except _DivergedError:
+                self.discard()
+            else:
+                return
+        raise CorruptError(
+            f"the mirror lost its bits {_ATTEMPTS} times while it advanced to version {goal.version}",
+            version=goal.version,
+            rule="mirror.digest",
+            hint="the memory or the disk of this machine may be faulty",
+        )
+
+    def _apply(self, plan: Plan, *, require: Require) -> None:
+        """Apply all edges of a plan, one after another."""
+        if not plan.edges:
+            return
+        first, start = plan.edges[0], None
+        if first.start is None:
+            start = open_start(self.log, plan, base=self._base)
+            require(start.layout)
+            self._allocate(start.layout)
+        applied = self.applied(first)
+        manifests = (edge.manifest for edge in plan.edges)
+        fetched = fetch_payloads(self.log.store, manifests, have=applied, on_refetch=self._count_refetched)
+        with closing(fetched):
+            payloads = self._timed(fetched)
+            for edge in plan.edges:
+                waited_s, since = self._handoff.fetch_s, time.perf_counter()
+                with blocking(edge):
+                    nbytes = self._apply_edge(edge, payloads, start)
+                self._handoff.edges.append(edge.manifest.kind)
+                self._handoff.nbytes += nbytes
+                self._handoff.decode_s += time.perf_counter() - since - (self._handoff.fetch_s - waited_s)
+
+    def _apply_edge(self, edge: Edge, payloads: Iterator[Payload], start: Start | None) -> int:
+        """The number of bytes that were fetched for the edge."""
+        if self.weights is None:
+            raise CorruptError(f"{edge.key} starts from a version that the mirror does not hold", key=edge.key)
+        if edge.start is not None:
+            self._apply_delta(edge, payloads, self.weights)
+            return edge.nbytes
+        applied = self.applied(edge)
+        self._apply_anchor(edge, payloads, self.weights, applied, None if start is None else start.base)
+        return sum(ref.nbytes for ref in edge.manifest.payloads if ref.sha256 not in applied)
+
+    def _apply_delta(self, edge: Edge, payloads: Iterator[Payload], weights: Weights) -> None:
+        """A delta or a skip is decoded completely before the first write."""
+        manifest = edge.manifest
+        if manifest.parent_digest != self.digest or manifest.layout_sha256 != weights.layout.sha256:
+            raise CorruptError(
+                f"{edge.key} starts from the digest {manifest.parent_digest}, but version {self.version} has "
+                f"{self.digest}",
+                rule="chain.link",
+                key=edge.key,
+                version=edge.end,
+            )
+        try:
+            staged = [part for _, changes in decode_edge(edge, payloads, weights) for part in changes]
+        except MismatchError as error:
+            # Either the mirror has lost bits, or the change was made against others than those of its parent.
+            if not self.is_sound():
+                raise _DivergedError from error
+            message = f"{edge.key} does not fit version {edge.start}, from which it starts: {error.message}"
+            raise CorruptError(message, rule=error.rule, key=edge.key, version=edge.end) from error
+        with self.writing(edge.end, manifest.digest):
+            for _ in each(partial(overwrite, weights), staged):
+                pass
+        self._collect(staged, weights)
+
+    def _apply_anchor(
+        self,
+        edge: Edge,
+        payloads: Iterator[Payload],
+        weights: Weights,
+        applied: frozenset[str],
+        base: Weights | None,
+    ) -> None:
+        """An anchor or a base is written as it arrives: the mirror is of no version until its digest is checked."""
+        with self.writing(edge.end, edge.manifest.digest, resume=bool(applied)):
+            for ref, changes in decode_edge(edge, payloads, weights, base=base, applied=applied):
+                for differing in each(partial(self._overwrite, weights), changes):
+                    self._collect(differing, weights)
+                if ref is not None:
+                    self._note(MirrorRecord(None, edge.end, self._record.applied | {ref.sha256}))
+            try:
+                require_digest(edge, weights)
+            except CorruptError as error:
+                # A payload that the record names may not have been written: the next attempt starts from nothing.
+                self._note(MirrorRecord())
+                if applied:
+                    raise _DivergedError from error
+                raise
+
+    def _overwrite(self, weights: Weights, changes: Changes) -> list[Changes]:
+        """Write all elements of a block; return those that differed if they are collected. Runs in worker threads."""
+        if self._handoff.changes is None:
+            overwrite(weights, changes)
+            return []
+        differing = list(detect(weights, _Given(weights, changes), changes.runs))
+        for part in differing:
+            overwrite(weights, part)
+        return differing
+
+    def _collect(self, changes: Iterable[Changes], weights: Weights) -> None:
+        for part in changes:
+            if self._handoff.changes is not None:
+                self._handoff.changes.append(part)
+                self._handoff.changed += len(part.values)
+                if self._handoff.changed > weights.layout.elements // WHOLE_SHARE:
+                    self._handoff.changes = None
+
+    def _allocate(self, layout: Layout) -> None:
+        if self.weights is None or self.weights.layout != layout:
+            # The old weights go first: there may be no memory for both.
+            self.weights = self.version = self.digest = None
+            self._record = MirrorRecord()
+            self._handoff.changes = None
+            self.weights = zeros(layout) if self.path is None else mapped_weights(layout, self.path)
+
+    def _timed(self, payloads: Iterator[Payload]) -> Iterator[Payload]:
+        """Adds the time that decoding waits for payloads to that of fetching."""
+        while True:
+            since = time.perf_counter()
+            payload = next(payloads, None)
+            self._handoff.fetch_s += time.perf_counter() - since
+            if payload is None:
+                return
+            yield payload
+
+    def _count_blocked(self, blocked: BlockedError) -> None:
+        self._counts.rerouted += 1
+
+    def _count_refetched(self, key: str) -> None:
+        self._counts.refetched += 1
 
     def _hold(self, version: int, digest: StateDigest) -> None:
         self.version, self.digest = version, digest
-        # The file's record already names this version as the one being written, which is as good.
+        # The file's record already names this version as the one being written, which is enough.
         self._record = MirrorRecord(version)
 
     def _note(self, record: MirrorRecord) -> None:
         self._record = record
         if self.path is not None:
-            # Whole or not at all, but not synced: after a power cut the digest decides, whatever is found here.
+            # The record appears whole or not at all, but is not synced: after a power cut the digest decides.
             temporary = _record_path(self.path).with_suffix(".tmp")
             temporary.write_bytes(record.to_bytes())
             os.replace(temporary, _record_path(self.path))
@@ -188,7 +389,7 @@ def _read_record(path: Path) -> MirrorRecord:
     except FileNotFoundError:
         return MirrorRecord()
     except (CorruptError, FormatError) as error:
-        logger.warning("%s is of no use: %s", _record_path(path), error)
+        logger.warning("cannot use the record %s: %s", _record_path(path), error)
         return MirrorRecord()
 
 
@@ -199,283 +400,11 @@ def _candidates(log: Log, record: MirrorRecord) -> Iterable[tuple[int, StateDige
             try:
                 yield version, log.read(version).digest
             except (CorruptError, FormatError, NotFoundError) as error:
-                logger.warning("cannot prove the mirror by version %d: %s", version, error)
-
-
-WHOLE_SHARE = 4
-"""From one in so many elements on, a target takes all weights: changes would need more memory than they save."""
-
-
-class Gathered:
-    """Changes since the mirror was at version `start`, in order, and what they took."""
-
-    def __init__(self, start: int | None, *, elements: int) -> None:
-        self.start = start
-        self.changed = 0
-        self.edges: list[Kind] = []
-        self.nbytes = 0
-        self.plan_s = 0.0
-        self.fetch_s = 0.0
-        self.decode_s = 0.0
-        self._changes: list[Changes] | None = None if start is None else []
-        self._most = elements // WHOLE_SHARE
-        self._is_torn = False
-
-    @property
-    def changes(self) -> tuple[Changes, ...] | None:
-        """None where only all weights will do."""
-        return None if self._changes is None or self._is_torn else tuple(self._changes)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether changes need not be added any more."""
-        return self._changes is None
-
-    def add(self, changes: Iterable[Changes]) -> None:
-        """Bits that the mirror is overwritten with."""
-        for part in changes:
-            if self._changes is not None:
-                self.changed += len(part.values)
-                self._changes.append(part)
-                if self.changed > self._most:
-                    self.lose()
-
-    def lose(self) -> None:
-        """The changes are not known any more, or too many."""
-        self._changes = None
-
-    @contextmanager
-    def tearing(self) -> Iterator[None]:
-        """The block overwrites the mirror. If it fails, only all weights of a later version will do."""
-        if self._is_torn:
-            self.lose()
-        self._is_torn = True
-        yield
-        self._is_torn = False
-
-    def count(self, edge: Edge, *, nbytes: int) -> None:
-        """The mirror has taken an edge, for which so much was fetched."""
-        self.edges.append(edge.manifest.kind)
-        self.nbytes += nbytes
-
-    def seconds(self, *, stage_s: float, commit_s: float, pause_s: float) -> Seconds:
-        """All phases of a move."""
-        return Seconds(self.plan_s, self.fetch_s, self.decode_s, stage_s, commit_s, pause_s)
-
-
-_DIVERGED_MOST = 2
-"""How often in one move a mirror may turn out to be of no use."""
-
-Require = Callable[[Layout], None]
-"""Raises MismatchError for a layout that the target cannot take."""
-
-
-class Reader:
-    """Keeps a mirror and what it got since somebody took it. Not safe for threads."""
-
-    def __init__(self, log: Log, *, path: Path | None, base: Path | None, counts: Counts) -> None:
-        self.mirror: Mirror | None = None
-        self.gathered = Gathered(None, elements=0)
-        self._log = log
-        self._path = path
-        self._base = base
-        self._counts = counts
-        self._is_open = path is None
-
-    @property
-    def version(self) -> int | None:
-        """What the mirror holds."""
-        return None if self.mirror is None else self.mirror.version
-
-    def open(self) -> None:
-        """Look once for the mirror that an earlier process left in the file."""
-        if self._is_open or self._path is None:
-            return
-        self.mirror = Mirror.reopened(self._path, self._log)
-        self._is_open = True
-        if self.mirror is not None and self.mirror.version is None and not self.mirror.applied:
-            self._counts.rebuilt += 1
-        self.renew()
-
-    def renew(self) -> None:
-        """From now on, gather what comes after the version that the mirror holds."""
-        elements = 0 if self.mirror is None else self.mirror.weights.layout.elements
-        self.gathered = Gathered(self.version, elements=elements)
-
-    def move(self, goal: Manifest, require: Require) -> Mirror:
-        """Bring the mirror to a version by the cheapest way, and by others where that one is closed.
-
-        An error leaves it at a version on the way, or at none. `require` sees every layout before it is used.
-        """
-        self.open()
-        if self.mirror is not None and self.version == goal.version and self.mirror.digest != goal.digest:
-            logger.warning("the mirror has another version %d than the feed: it is built anew", goal.version)
-            self.diverged()
-        if self.mirror is not None and self.version == goal.version:
-            return self.mirror
-        for _ in range(_DIVERGED_MOST):
-            try:
-                with_fallback(
-                    self._log,
-                    goal,
-                    self._timed(partial(self._take, require=require)),
-                    start=lambda: self.version,
-                    on_blocked=self._rerouted,
-                )
-            except _DivergedError:
-                self.diverged()
-                continue
-            if self.mirror is not None:
-                return self.mirror
-        raise CorruptError(
-            f"the mirror lost its bits {_DIVERGED_MOST} times on the way to version {goal.version}",
-            version=goal.version,
-            rule="mirror.digest",
-            hint="the memory or the disk of this machine may be faulty",
-        )
-
-    def diverged(self) -> None:
-        """The mirror has other bits than its version: begin from nothing."""
-        self._counts.rebuilt += 1
-        self.gathered.lose()
-        if self.mirror is not None:
-            self.mirror.give_up()
-
-    def is_sound(self) -> bool:
-        """Whether the mirror has the bits of its version, if it holds one; reads all of it."""
-        if self.mirror is None or self.mirror.version is None or self.mirror.is_sound():
-            return True
-        logger.warning("the mirror does not have the digest of version %s any more: it is built anew", self.version)
-        return False
-
-    def _timed(self, attempt: Callable[[Plan], None]) -> Callable[[Plan], None]:
-        """Counts the time between attempts as planning."""
-        since = time.perf_counter()
-
-        def timed(way: Plan) -> None:
-            nonlocal since
-            self.gathered.plan_s += time.perf_counter() - since
-            try:
-                attempt(way)
-            finally:
-                since = time.perf_counter()
-
-        return timed
-
-    def _rerouted(self, blocked: BlockedError) -> None:
-        self._counts.rerouted += 1
-
-    def _refetched(self, key: str) -> None:
-        self._counts.refetched += 1
-
-    def _take(self, way: Plan, *, require: Require) -> None:
-        """All edges of a plan, one after another."""
-        if not way.edges:
-            return
-        first = way.edges[0]
-        have: frozenset[str] = frozenset()
-        base: Weights | None = None
-        if first.start is None:
-            start = open_start(self._log, way, base=self._base)
-            require(start.layout)
-            have, base = self._make_room(start.layout, first), start.base
-        manifests = (edge.manifest for edge in way.edges)
-        with closing(fetch_payloads(self._log.store, manifests, have=have, on_refetch=self._refetched)) as arriving:
-            for edge in way.edges:
-                try:
-                    with blocking(edge):
-                        self._take_edge(edge, self._timed_payloads(arriving), have, base)
-                except BlockedError as blocked:
-                    if edge.start is None or not isinstance(blocked.cause, MismatchError):
-                        raise
-                    if not self.is_sound():
-                        raise _DivergedError from blocked
-                    raise BlockedError(edge, _misfit(edge, blocked.cause)) from blocked
-
-    def _timed_payloads(self, payloads: Iterator[Payload]) -> Iterator[Payload]:
-        """The payloads; the time that decoding waits for them is counted."""
-        while True:
-            since = time.perf_counter()
-            payload = next(payloads, None)
-            self.gathered.fetch_s += time.perf_counter() - since
-            if payload is None:
-                return
-            yield payload
-
-    def _make_room(self, layout: Layout, first: Edge) -> frozenset[str]:
-        """A mirror of that layout; the payloads of its anchor that it has from an interrupted attempt."""
-        if self.mirror is None or self.mirror.weights.layout != layout:
-            # The old one goes first: there may be no room for two.
-            self.mirror = None
-            self.mirror = Mirror.new(layout, self._path)
-            self.gathered.lose()
-        if self.mirror.torn_for != first.end:
-            return frozenset()
-        return self.mirror.applied & {ref.sha256 for ref in first.manifest.payloads}
-
-    def _take_edge(self, edge: Edge, payloads: Iterator[Payload], have: frozenset[str], base: Weights | None) -> None:
-        mirror, gathered = self.mirror, self.gathered
-        if mirror is None:
-            raise CorruptError(f"{edge.key} leads on from nothing", key=edge.key)
-        waited_s, since = gathered.fetch_s, time.perf_counter()
-        if edge.start is not None:
-            self._take_change(mirror, edge, payloads)
-        else:
-            self._take_all(mirror, edge, payloads, have, base)
-        gathered.count(edge, nbytes=sum(ref.nbytes for ref in edge.manifest.payloads if ref.sha256 not in have))
-        gathered.decode_s += time.perf_counter() - since - (gathered.fetch_s - waited_s)
-
-    def _take_change(self, mirror: Mirror, edge: Edge, payloads: Iterator[Payload]) -> None:
-        """A delta or skip: decoded whole, and only then written."""
-        manifest = edge.manifest
-        if manifest.parent_digest != mirror.digest or manifest.layout_sha256 != mirror.weights.layout.sha256:
-            message = f"{edge.key} starts from {manifest.parent_digest}, version {mirror.version} has {mirror.digest}"
-            raise CorruptError(message, rule="chain.link", key=edge.key, version=edge.end)
-        staged = [part for _, changes in decode_edge(edge, payloads, mirror.weights) for part in changes]
-        with self.gathered.tearing(), mirror.becoming(edge.end, manifest.digest):
-            for _done in each(partial(overwrite, mirror.weights), staged):
-                pass
-        self.gathered.add(staged)
-
-    def _take_all(
-        self, mirror: Mirror, edge: Edge, payloads: Iterator[Payload], have: frozenset[str], base: Weights | None
-    ) -> None:
-        """An anchor or base: written as it comes, so that the mirror is torn until its digest is proved."""
-        gathered = self.gathered
-        with gathered.tearing(), mirror.becoming(edge.end, edge.manifest.digest, resume=bool(have)):
-            for ref, changes in decode_edge(edge, payloads, mirror.weights, base=base, applied=have):
-                for differing in each(partial(self._overwrite, mirror.weights), changes):
-                    gathered.add(differing)
-                if ref is not None:
-                    mirror.note_applied(ref.sha256)
-            try:
-                require_digest(edge, mirror.weights)
-            except CorruptError:
-                # What was noted as applied may not have been: the next attempt begins from nothing.
-                mirror.give_up()
-                if have:
-                    raise _DivergedError from None
-                raise
-
-    def _overwrite(self, weights: Weights, changes: Changes) -> list[Changes]:
-        """Write, and return what differed before, if that is still collected. Called in worker threads."""
-        if self.gathered.is_lost:
-            overwrite(weights, changes)
-            return []
-        differing = list(detect(weights, _Given(weights, changes), changes.runs))
-        for part in differing:
-            overwrite(weights, part)
-        return differing
+                logger.warning("cannot check the mirror against version %d: %s", version, error)
 
 
 class _DivergedError(Exception):
-    """The mirror, and not the feed, is to blame."""
-
-
-def _misfit(edge: Edge, cause: MismatchError) -> CorruptError:
-    """The mirror is as it should be: then it is the change that is wrong."""
-    message = f"{edge.key} does not fit version {edge.start}, from which it leads: {cause.message}"
-    return CorruptError(message, rule=cause.rule, key=edge.key, version=edge.end)
+    """The mirror has other bits than its version; the feed is not at fault."""
 
 
 class _Given:

@@ -6,7 +6,7 @@ from support.feeds import Feed, SpyStore, paper, store_of
 from support.helpers import resealed
 
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
-from deltasync.feed.log import Log
+from deltasync.feed.log import Log, require_follows
 from deltasync.format import keys
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest
@@ -96,7 +96,7 @@ def test_errors_name_key_and_version(
     store = store_of(*chain(5))
     damage(store)
     log = Log(store)
-    for call in (lambda: log.read(2), lambda: list(log.read_many(range(5))), lambda: log.chain(0, 4)):
+    for call in (lambda: log.read(2), lambda: list(log.read_many(range(5)))):
         with pytest.raises(error) as caught:
             call()
         assert type(caught.value) is error
@@ -162,22 +162,15 @@ LINKS: dict[str, tuple[Manifest, bool]] = {
 
 @pytest.mark.parametrize(("manifest", "follows"), LINKS.values(), ids=LINKS.keys())
 def test_a_chain_is_linked_by_digests(manifest: Manifest, follows: bool) -> None:
-    log = Log(store_of(*chain(3), manifest))
+    first, second, third = chain(3)
+    require_follows(first, second)
+    require_follows(second, third)
     if follows:
-        assert [m.version for m in log.chain(0, 3)] == [1, 2, 3]
+        require_follows(third, manifest)
         return
     with pytest.raises(CorruptError) as caught:
-        log.chain(0, 3)
+        require_follows(third, manifest)
     assert (caught.value.rule, caught.value.version, caught.value.key) == ("chain.link", 3, keys.version_key(3))
-    assert [m.version for m in log.chain(0, 2)] == [1, 2]
-
-
-def test_a_chain_of_nothing_and_one_past_the_head() -> None:
-    log = Log(store_of(*chain(3)))
-    assert log.chain(2, 2) == []
-    with pytest.raises(NotFoundError) as caught:
-        log.chain(0, 3)
-    assert caught.value.version == 3
 
 
 def test_what_is_listed() -> None:
@@ -224,7 +217,7 @@ def test_a_damaged_heartbeat_is_named() -> None:
 
 def test_a_real_feed() -> None:
     feed = Feed.of(4)
-    assert [m.version for m in feed.log.chain(0, 3)] == [1, 2, 3]
+    assert [m.version for m in feed.log.read_many(range(1, 4))] == [1, 2, 3]
     record = feed.log.feed()
     assert record is not None
     assert Log(MemoryStore()).feed() is None

@@ -103,7 +103,7 @@ def delta_steps(start: int, end: int) -> list[tuple[str, int | None, int]]:
 def test_from_nothing_by_the_anchor_and_the_deltas() -> None:
     found = planned(store_of(paper("anchor", 0, 1000), *deltas(0, 5)), 5)
     assert steps(found) == [ANCHOR0, *delta_steps(0, 5)]
-    assert (found.nbytes, found.requests) == (1050, 6)
+    assert (found.nbytes, sum(len(edge.manifest.payloads) for edge in found.edges)) == (1050, 6)
 
 
 def test_from_a_version_that_is_held_by_deltas_alone() -> None:

@@ -1,7 +1,6 @@
 """Reading a feed. Nothing is cached, and no pointer is trusted: the manifests themselves say what there is."""
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
 
 from deltasync.errors import CorruptError, DeltasyncError, NotFoundError
 from deltasync.format import keys
@@ -58,13 +57,6 @@ class Log:
     def read_many(self, versions: Iterable[int]) -> Iterator[Manifest]:
         """The manifests of several versions, read in parallel, in the order asked for."""
         return each(self.read, versions, waiting=READ_THREADS)
-
-    def chain(self, start: int, end: int) -> list[Manifest]:
-        """The versions after `start` up to `end`; CorruptError where one does not follow from the one before."""
-        links = list(self.read_many(range(start, end + 1)))
-        for before, after in pairwise(links):
-            require_follows(before, after)
-        return links[1:]
 
     def anchor(self, version: int) -> Manifest | None:
         """The anchor that was added to a version, if there is one."""

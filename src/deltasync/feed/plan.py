@@ -50,10 +50,6 @@ class Plan:
     def nbytes(self) -> int:
         return sum(edge.nbytes for edge in self.edges)
 
-    @property
-    def requests(self) -> int:
-        return sum(len(edge.manifest.payloads) for edge in self.edges)
-
 
 def plan(log: Log, target: Manifest, *, start: int | None = None, avoid: Collection[str] = ()) -> Plan:
     """The cheapest way to `target`, from nothing or from version `start` where the caller holds that.

@@ -234,7 +234,7 @@ def test_prune_interrupted_at_every_operation(kind: Any) -> None:
         restorable = require_clean(store).restorable
         assert kept.keys() <= set(restorable)
         require_exact(store, states, restorable)
-        # A manifest that is gone no longer tells whose its payloads were: they go once they are old.
+        # Without its manifest a payload is an orphan: it is deleted once it is old.
         do_prune_later(store)
         assert objects(store, "") == objects(pruned, "")
     require_exact(pruned, kept)

@@ -159,7 +159,7 @@ DELETION_IS_DAMAGE = OBJECTS.keys() - {
     "floor",
     "feed",
 }
-# Versions that another way leads to. Where nothing is said, all of them.
+# Versions that another plan leads to. Where nothing is said, all of them.
 SURVIVORS = {
     "manifest of the head": {1, 2, 3, 4, 5},
     "manifest in the middle": {1, 2, 4, 5, 6},

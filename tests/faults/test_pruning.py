@@ -1,4 +1,4 @@
-"""Prune on feeds of every shape: what is kept stays exact, whoever writes meanwhile, and whatever its records say."""
+"""Prune on feeds of every shape: what is kept stays exact, with a writer at the same time, and with wrong records."""
 
 import os
 import random
@@ -80,11 +80,11 @@ def require_way_on(grown: Grown, version: int, floor: int) -> None:
     head = log.require_head()
     if version == head.version or grown.states[version].keys() != grown.states[head.version].keys():
         return
-    way = plan(log, head, start=version)
+    chosen = plan(log, head, start=version)
     weights = Weights.of({name: array.copy() for name, array in grown.states[version].items()})
-    for edge in way.edges:
+    for edge in chosen.edges:
         assert edge.start is not None or edge.end >= floor
-    replay(log, way, weights)
+    replay(log, chosen, weights)
     assert holds(weights, grown.states[head.version])
     for manifest in log.read_many(range(version + 1, head.version + 1)):
         if manifest.kind == "delta":
@@ -137,13 +137,13 @@ def test_interrupted_after_each_delete(seed: int, kind: str) -> None:
         assert objects(store, "") == objects(done, "")
 
 
-@pytest.mark.parametrize("told", [1, 5, 6, 7, 9, 10**6])
-def test_a_floor_that_lies_deletes_nothing_that_is_kept(told: int) -> None:
+@pytest.mark.parametrize("recorded", [1, 5, 6, 7, 9, 10**6])
+def test_a_floor_that_lies_deletes_nothing_that_is_kept(recorded: int) -> None:
     """One altered byte makes another number of it: that must not decide what goes."""
     store, states = MemoryStore(), {n: nth(n) for n in range(8)}
     for n in states:
         publish(store, n, anchor=n in (3, 6))
-    store.put(keys.FLOOR, FloorRecord(told).to_bytes())
+    store.put(keys.FLOOR, FloorRecord(recorded).to_bytes())
     prune(store, plan_prune(store, keep_anchors=2, keep_versions=5))
     require_exact(store, states, range(3, 8))
 

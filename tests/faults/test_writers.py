@@ -326,6 +326,6 @@ def test_a_lease_that_two_take_at_the_same_moment() -> None:
     theirs = Lease(store, "theirs", clock=clock)
     # Theirs has looked before ours writes, and writes right after it.
     overtaken = Overtaken(store, 3, lambda: store.put(keys.LEASE, LeaseRecord("theirs", 2_000_000).to_bytes()))
-    with pytest.raises(ConflictError, match="at the same moment"):
+    with pytest.raises(ConflictError, match="at the same time"):
         Lease(overtaken, "ours", clock=clock).take()
     theirs.take()

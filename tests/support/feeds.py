@@ -78,7 +78,7 @@ class NoFenceStore(SpyStore):
         return Capabilities(create_if_absent=False)
 
     def create(self, key: str, data: Data) -> bool:
-        raise AssertionError("nobody may call this")
+        raise AssertionError("this must not be called")
 
 
 class Feed:
@@ -112,21 +112,21 @@ class Feed:
         return self._commit(self.new("base", weights, blocks.digest(weights), base=ref), weights)
 
     def delta(self, new: Weights | None = None, *, ranks: int = 1) -> Manifest:
-        """The next version as a change, told by several ranks that each have a stripe of every tensor."""
+        """The next version as a change, encoded by several ranks that each have a stripe of every tensor."""
         old = self.states[-1]
         after = self.next_state() if new is None else new
-        told = [blocks.encode_delta(old, after)] if ranks == 1 else rank_blocks(old, after, ranks)
+        groups = [blocks.encode_delta(old, after)] if ranks == 1 else rank_blocks(old, after, ranks)
         version, digest = len(self.states), blocks.digest(after)
-        refs = [self.put_change(len(self.states) - 1, version, group) for group in told if group]
-        count = sum(block.changed for group in told for block in group)
+        refs = [self.put_change(len(self.states) - 1, version, group) for group in groups if group]
+        count = sum(block.changed for group in groups for block in group)
         return self._commit(self.new("delta", after, digest, payloads=tuple(refs), changed=count), after)
 
     def late_anchor(self, version: int) -> Manifest:
         """An anchor that is added to a version."""
         refs, digest = put_anchor(self.writer, self.states[version], version)
-        told = self.log.read(version)
+        committed = self.log.read(version)
         manifest = replace(self.new("anchor", self.states[version], digest, payloads=refs), version=version)
-        manifest = replace(manifest, parent=None, parent_digest=None, files=told.files)
+        manifest = replace(manifest, parent=None, parent_digest=None, files=committed.files)
         self.writer.add_anchor(manifest)
         return manifest
 
@@ -184,8 +184,8 @@ class Feed:
 
 
 def rank_blocks(old: Weights, new: Weights, ranks: int) -> list[list[Block]]:
-    """The change as ranks tell it that know nothing of each other: rank r has the r-th stripe of every tensor."""
-    told = []
+    """The change as independent ranks encode it: rank r has the r-th stripe of every tensor."""
+    groups = []
     for rank in range(ranks):
         by_dtype: dict[str, list[tuple[int, int, int]]] = {}
         for ordinal, spec in enumerate(old.layout.tensors):
@@ -193,8 +193,8 @@ def rank_blocks(old: Weights, new: Weights, ranks: int) -> list[list[Block]]:
             if first < last:
                 by_dtype.setdefault(spec.dtype.name, []).append((ordinal, first, last - first))
         runs = [np.array(rows, np.int64) for rows in by_dtype.values()]
-        told.append([exp.encode(old, changes) for piece in runs for changes in detect(old, new, piece)])
-    return told
+        groups.append([exp.encode(old, changes) for piece in runs for changes in detect(old, new, piece)])
+    return groups
 
 
 def same_weights(a: Weights, b: Weights) -> bool:
@@ -256,7 +256,7 @@ def refused(feed: Feed, manifest: Manifest, **options: Any) -> DeltasyncError:
 class WatchedStore(WrapperStore):
     """Any store. `look` is called with that store after each put, create and delete, one call at a time.
 
-    Also after one that failed: it may have happened all the same. What `look` raises goes to whoever wrote.
+    Also after one that failed: it may have happened all the same. What `look` raises reaches the caller that wrote.
     """
 
     def __init__(self, store: Store, look: Callable[[Store], None]) -> None:

@@ -71,7 +71,7 @@ def fetched(store: FaultyStore) -> list[str]:
 
 
 class Moves(list[Advance]):
-    """An observer that keeps what it is told, and can be waited on."""
+    """An observer that keeps every advance, and can be waited on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def long_feed(versions: int, store: Any = None) -> Feed:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Polls, as what it waits for tells nobody."""
+    """Poll until the condition holds."""
     done = threading.Event()
     for _ in range(int(LONG_S / 0.005)):
         if is_so():

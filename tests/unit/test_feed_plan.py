@@ -35,7 +35,7 @@ def planned(store: SpyStore, target: int, **options: object) -> Plan:
 # --- cheapest ---------------------------------------------------------------------------------------------------------
 
 VERSIONS = 6
-_SIZES = st.integers(0, 3)  # Few, so that ways of equal bytes are common.
+_SIZES = st.integers(0, 3)  # Few, so that paths of equal bytes are common.
 
 
 @st.composite
@@ -51,32 +51,32 @@ def edge_sets(draw: st.DrawFn) -> list[Edge]:
     return draw(st.permutations(found))
 
 
-def every_way(edges: Sequence[Edge], start: int | None, end: int) -> list[tuple[Edge, ...]]:
-    """All ways by trying every order of every few edges: slow, and plainly right."""
-    ways = []
+def every_path(edges: Sequence[Edge], start: int | None, end: int) -> list[tuple[Edge, ...]]:
+    """All paths by trying every order of every few edges: slow, and plainly right."""
+    paths = []
     for count in range(len(edges) + 1):
-        for way in itertools.permutations(edges, count):
+        for path in itertools.permutations(edges, count):
             at = start
-            for taken in way:
+            for taken in path:
                 if taken.start is not None and taken.start != at:
                     break
                 at = taken.end
             else:
                 if at == end:
-                    ways.append(way)
-    return ways
+                    paths.append(path)
+    return paths
 
 
 @given(edges=edge_sets().filter(lambda e: len(e) <= 6), start=st.none() | st.integers(0, VERSIONS - 1))
 def test_cheapest_is_what_trying_everything_finds(edges: list[Edge], start: int | None) -> None:
     for end in range(VERSIONS):
-        ways = every_way(edges, start, end)
+        paths = every_path(edges, start, end)
         found = cheapest(edges, start=start, end=end)
-        if not ways:
+        if not paths:
             assert found is None
             continue
-        assert found in ways
-        assert (sum(e.nbytes for e in found), len(found)) == min((sum(e.nbytes for e in w), len(w)) for w in ways)
+        assert found in paths
+        assert (sum(e.nbytes for e in found), len(found)) == min((sum(e.nbytes for e in w), len(w)) for w in paths)
 
 
 @given(edges=edge_sets(), start=st.none() | st.integers(0, VERSIONS - 1), end=st.integers(0, VERSIONS - 1))
@@ -91,7 +91,7 @@ def test_a_way_is_one(edges: list[Edge], start: int | None, end: int) -> None:
     assert at == end
 
 
-# --- which way --------------------------------------------------------------------------------------------------------
+# --- which path -------------------------------------------------------------------------------------------------------
 
 ANCHOR0 = ("anchor", None, 0)
 
@@ -142,9 +142,9 @@ def test_the_fewest_edges_even_if_others_are_met_first() -> None:
 @pytest.mark.parametrize(("skip_bytes", "taken"), [(25, True), (35, False)])
 def test_a_skip_where_it_is_smaller_than_its_deltas(skip_bytes: int, taken: bool) -> None:
     store = store_of(paper("anchor", 0, 1000), *deltas(0, 5), paper("skip", 4, skip_bytes, start=1))
-    way = [("delta", 0, 1), ("skip", 1, 4), ("delta", 4, 5)] if taken else delta_steps(0, 5)
-    assert steps(planned(store, 5, start=0)) == way
-    assert steps(planned(store, 5)) == [ANCHOR0, *way]
+    path = [("delta", 0, 1), ("skip", 1, 4), ("delta", 4, 5)] if taken else delta_steps(0, 5)
+    assert steps(planned(store, 5, start=0)) == path
+    assert steps(planned(store, 5)) == [ANCHOR0, *path]
 
 
 def test_a_skip_past_the_target_is_no_use() -> None:
@@ -189,7 +189,7 @@ def test_a_replica_so_late_that_an_anchor_is_cheaper() -> None:
 
 
 def test_reading_stops_where_nothing_cheaper_can_come() -> None:
-    """A way of 100 bytes is known at once; manifests that lie 16 times as many bytes back are not read."""
+    """A path of 100 bytes is known at once; manifests that lie 16 times as many bytes back are not read."""
     store = store_of(paper("anchor", 0, 100), *deltas(0, 999, 100), late=[paper("anchor", 999, 100)])
     assert steps(planned(store, 999)) == [("anchor", None, 999)]
     assert len([call for call in store.took() if call[0] == "get"]) < 100
@@ -210,11 +210,11 @@ def test_going_back() -> None:
     assert steps(planned(store, 3, start=9)) == [ANCHOR0, ("skip", 0, 3)]
 
 
-# --- what is in the way -----------------------------------------------------------------------------------------------
+# --- edges to avoid ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("avoid", "way"),
+    ("avoid", "path"),
     [
         ([], [("anchor", None, 3), ("delta", 3, 4)]),
         ([keys.anchor_key(3)], [ANCHOR0, ("skip", 0, 3), ("delta", 3, 4)]),
@@ -224,14 +224,14 @@ def test_going_back() -> None:
         ([keys.version_key(4)], None),
     ],
 )
-def test_avoid(avoid: list[str], way: list[tuple[str, int | None, int]] | None) -> None:
+def test_avoid(avoid: list[str], path: list[tuple[str, int | None, int]] | None) -> None:
     store = store_of(
         paper("anchor", 0, 1000), *deltas(0, 4), paper("skip", 3, 15, start=0), late=[paper("anchor", 3, 1000)]
     )
-    if way is not None:
-        assert steps(planned(store, 4, avoid=avoid)) == way
+    if path is not None:
+        assert steps(planned(store, 4, avoid=avoid)) == path
         return
-    with pytest.raises(NotFoundError, match="no way to version 4") as caught:
+    with pytest.raises(NotFoundError, match="version 4 cannot be rebuilt") as caught:
         planned(store, 4, avoid=avoid)
     assert caught.value.version == 4
     assert caught.value.hint
@@ -298,8 +298,8 @@ def test_damaged_shortcuts_are_passed_over(kind: str) -> None:
         paper("anchor", 0, 1000), *deltas(0, 4), paper("skip", 3, 1, start=0), late=[paper("anchor", 3, 1)]
     )
     store.put(keys.anchor_key(3) if kind == "anchor" else keys.skip_key(0, 3), b"{")
-    way = [ANCHOR0, ("skip", 0, 3)] if kind == "anchor" else [("anchor", None, 3)]
-    assert steps(planned(store, 4)) == [*way, ("delta", 3, 4)]
+    path = [ANCHOR0, ("skip", 0, 3)] if kind == "anchor" else [("anchor", None, 3)]
+    assert steps(planned(store, 4)) == [*path, ("delta", 3, 4)]
 
 
 def test_a_version_from_nothing_where_the_start_leads_nowhere() -> None:

@@ -267,8 +267,8 @@ def test_files_beside_the_weights_stay() -> None:
     feed = Feed.of(6)
     old, new = (feed.writer.put(write_files({"config.json": text})) for text in (b"1", b"2"))
     for version in range(6):
-        told = feed.log.read(version)
-        feed.store.put(keys.version_key(version), replace(told, files=old if version < 3 else new).to_bytes())
+        manifest = feed.log.read(version)
+        feed.store.put(keys.version_key(version), replace(manifest, files=old if version < 3 else new).to_bytes())
     feed.late_anchor(5)
     prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
     for ref in (old, new):

@@ -1,4 +1,4 @@
-"""Every version by every way, and other ways where one is damaged."""
+"""Every version by every kind of plan, and other plans where an edge is damaged."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,9 +59,9 @@ def test_a_delta_of_nothing_has_no_payload() -> None:
 
 
 def test_progress_counts_bytes_then_elements(grown: Feed) -> None:
-    told: list[tuple[str, int, int]] = []
-    restored(grown, 2, progress=lambda phase, done, total: told.append((phase, done, total)))
-    ends = {phase: (done, total) for phase, done, total in told}
+    calls: list[tuple[str, int, int]] = []
+    restored(grown, 2, progress=lambda phase, done, total: calls.append((phase, done, total)))
+    ends = {phase: (done, total) for phase, done, total in calls}
     assert list(ends) == ["restore", "digest"]
     assert all(done == total for done, total in ends.values())
 
@@ -87,21 +87,21 @@ def test_a_payload_is_fetched_again_once() -> None:
     assert refused(feed, feed.log.read(0)).rule == "payload.sha256"
 
 
-WAYS: dict[str, Callable[[Feed], str]] = {
+EDGES: dict[str, Callable[[Feed], str]] = {
     "newest anchor": lambda f: f.payload_keys(f.late_anchor(3))[0],
     "skip": lambda f: f.payload_keys(f.skip(0, 4))[0],
 }
 
 
-@pytest.mark.parametrize("what", WAYS)
+@pytest.mark.parametrize("what", EDGES)
 @pytest.mark.parametrize("how", ["flipped", "gone", "cut"])
-def test_another_way_where_one_is_damaged(what: str, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_plan_where_an_edge_is_damaged(what: str, how: str, caplog: pytest.LogCaptureFixture) -> None:
     feed = Feed.of(5)
-    key = WAYS[what](feed)
+    key = EDGES[what](feed)
     assert isinstance(feed.store, SpyStore)
     feed.store.took()
     restored(feed)
-    assert ("get", key) in feed.store.took(), "the way that is taken while all is well"
+    assert ("get", key) in feed.store.took(), "the plan without damage"
     if how == "flipped":
         flip(feed.store, key)
     elif how == "gone":
@@ -123,7 +123,7 @@ def test_a_whole_feed_by_what_is_left() -> None:
     assert same_weights(restored(feed), feed.states[8])
 
 
-def test_without_any_way_the_first_error_is_told() -> None:
+def test_without_any_plan_the_first_error_is_raised() -> None:
     feed = Feed.of(3)
     feed.late_anchor(2)
     for version in range(3):

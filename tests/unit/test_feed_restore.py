@@ -148,7 +148,7 @@ def test_plan_restore_fetches_no_payload() -> None:
     feed = Feed.of(4)
     assert isinstance(feed.store, SpyStore)
     feed.store.took()
-    target, way = plan_restore(feed.store, version=2)
+    target, chosen = plan_restore(feed.store, version=2)
     assert target.version == 2
-    assert [e.end for e in way.edges] == [0, 1, 2]
+    assert [e.end for e in chosen.edges] == [0, 1, 2]
     assert not [key for _, key in feed.store.took() if key.startswith(keys.PAYLOADS)]

@@ -174,21 +174,21 @@ def test_damages_add_up() -> None:
 def lying_delta(feed: Feed, *, blame: str) -> None:
     """Version 2 as a delta whose manifest and payload are sound by themselves, and wrong."""
     old, new = feed.states[1], feed.states[2]
-    told = feed.log.read(2)
+    manifest = feed.log.read(2)
     if blame == "block.digest":
         # Made against another state: blocks and sums fit together, but not to version 1.
         other = feed.states[0]
         found = blocks.encode_delta(other, new)
-        start = told.parent_digest
+        start = manifest.parent_digest
         assert start is not None
         digest = sum((block.digest for block in found), start)
         header = PayloadHeader("delta", new.layout, start, digest, 2)
-        wrong = replace(told, digest=digest, changed=sum(b.changed for b in found))
+        wrong = replace(manifest, digest=digest, changed=sum(b.changed for b in found))
     else:
         found = [block for part in rank_blocks(old, new, 2) for block in part]
-        header = PayloadHeader("delta", new.layout, told.parent_digest, told.digest, 2)
-        assert told.changed is not None
-        wrong = replace(told, changed=told.changed - 1)
+        header = PayloadHeader("delta", new.layout, manifest.parent_digest, manifest.digest, 2)
+        assert manifest.changed is not None
+        wrong = replace(manifest, changed=manifest.changed - 1)
     ref = feed.writer.put(write_payload(header, found))
     feed.store.put(V(2), replace(wrong, payloads=(ref,)).to_bytes())
 
@@ -327,10 +327,10 @@ def test_another_base_is_a_mismatch(tmp_path: Path) -> None:
 
 def test_progress_reaches_the_end() -> None:
     feed = feed_of_8()
-    told: list[tuple[str, int, int]] = []
-    verify(feed.store, deep=True, progress=lambda phase, done, total: told.append((phase, done, total)))
+    calls: list[tuple[str, int, int]] = []
+    verify(feed.store, deep=True, progress=lambda phase, done, total: calls.append((phase, done, total)))
     nbytes = sum(info.nbytes for info in feed.store.list(keys.PAYLOADS))
-    assert told[-1] == ("verify", nbytes, nbytes)
+    assert calls[-1] == ("verify", nbytes, nbytes)
 
 
 def test_json() -> None:
@@ -362,7 +362,7 @@ def test_a_damage_is_an_error_of_the_tree() -> None:
 
 
 def test_a_version_far_away_is_no_endless_walk() -> None:
-    """A stray manifest makes a gap of any length: it is told, and takes no time or memory."""
+    """A stray manifest makes a gap of any length: it is reported, and takes no time or memory."""
     feed = Feed.of(3)
     stray = replace(feed.log.read(2), version=2**62, parent=2**62 - 1)
     feed.store.put(keys.version_key(2**62), stray.to_bytes())

@@ -43,7 +43,7 @@ class TakesAll(SpyStore):
 
 
 class DeniesItsOwn(SpyStore):
-    """A client that asks twice: the first time wins, the second is told that the key is taken."""
+    """A client that asks twice: the first call succeeds, and the second finds that the key exists."""
 
     def create(self, key: str, data: Data) -> bool:
         super().create(key, data)
@@ -104,7 +104,7 @@ def test_committing_twice_is_fine(store: SpyStore) -> None:
 def test_other_bytes_are_a_conflict(store: Callable[[], SpyStore], same_writer: bool) -> None:
     where = store()
     writer = opened(where)
-    first = replace(ANCHOR, writer=writer.id if same_writer else "somebody")
+    first = replace(ANCHOR, writer=writer.id if same_writer else "another")
     writer.commit(first)
     with pytest.raises(ConflictError) as caught:
         writer.commit(replace(first, step=1))
@@ -147,7 +147,7 @@ def test_a_create_that_never_arrived_is_an_error_and_can_be_repeated() -> None:
 def test_a_lost_response_while_another_writer_was_first() -> None:
     store = LosesResponses(goes_through=True)
     writer = opened(store)
-    store.put(VERSION0, replace(ANCHOR, writer="somebody").to_bytes())
+    store.put(VERSION0, replace(ANCHOR, writer="another").to_bytes())
     store.failures = 1
     with pytest.raises(StoreError):
         writer.commit(ANCHOR)
@@ -229,8 +229,8 @@ def test_a_commit_under_a_lease_asks_for_it_first() -> None:
     store = NoFenceStore()
     writer = opened(store)
     store.delete(keys.LEASE)
-    Lease(store, "somebody").take()
-    with pytest.raises(ConflictError, match="somebody"):
+    Lease(store, "another").take()
+    with pytest.raises(ConflictError, match="another"):
         writer.commit(ANCHOR)
     assert writer.log.head() is None
 
@@ -238,9 +238,9 @@ def test_a_commit_under_a_lease_asks_for_it_first() -> None:
 def test_closing_gives_back_only_ones_own_lease() -> None:
     store = NoFenceStore()
     writer = opened(store)
-    Lease(store, "somebody", clock=lambda: 10.0**10).take()
+    Lease(store, "another", clock=lambda: 10.0**10).take()
     writer.close()
-    assert b"somebody" in store.get(keys.LEASE)
+    assert b"another" in store.get(keys.LEASE)
     opened(SpyStore()).close()
 
 
@@ -278,5 +278,5 @@ def test_two_that_take_the_lease_at_the_same_moment() -> None:
             if b'"a"' in bytes(data):
                 super().put(key, resealed(bytes(data), {"writer": "b"}))
 
-    with pytest.raises(ConflictError, match="same moment"):
+    with pytest.raises(ConflictError, match="same time"):
         Lease(Overtaken(), "a").take()

@@ -1,4 +1,4 @@
-"""A follower and a torch target: every move ends bit-exact, by the cheapest way; bad input is refused."""
+"""A follower and a torch target: every advance is bit-exact and takes the cheapest plan; bad input is refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ from deltasync.testing.faulty import FaultyStore
 __all__ = ["quick"]
 
 
-# Ways
+# Plans
 
 
 def test_version_after_version() -> None:
@@ -62,7 +62,7 @@ def test_one_version_takes_few_requests() -> None:
     replica.advance()
     before = len(store.operations)
     replica.advance()
-    assert [op.verb for op in store.operations[before:]] == ["get"], "one small request tells that nothing is new"
+    assert [op.verb for op in store.operations[before:]] == ["get"], "one small request shows that nothing is new"
     feed.delta()
     before = len(store.operations)
     replica.advance()
@@ -106,7 +106,7 @@ def two_hundred() -> Feed:
 def test_two_hundred_versions_at_once(
     start: int | None, more: Callable[[Feed], None], kinds: set[str], two_hundred: Feed
 ) -> None:
-    """The cheapest way, with all of its bytes, and one commit."""
+    """The cheapest plan, with all of its bytes, and one commit."""
     feed = Feed(MemoryStore())
     for item in two_hundred.store.list():
         feed.store.put(item.key, two_hundred.store.get(item.key))
@@ -132,7 +132,7 @@ def test_two_hundred_versions_at_once(
 
 
 def test_a_chain_that_was_pruned_away(caplog: pytest.LogCaptureFixture) -> None:
-    """Its manifests are still there: one look at the first payload tells that it is gone."""
+    """Its manifests are still there: one read of the first payload shows that it was pruned."""
     feed = long_feed(12)
     target = target_for(feed)
     replica = follower(feed.store, target)

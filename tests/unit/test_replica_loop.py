@@ -1,4 +1,4 @@
-"""A follower that goes on until it is stopped, compares what is live, and tells how it is."""
+"""A follower that follows until it is stopped, compares live weights, and reports its status."""
 
 import logging
 import threading
@@ -61,7 +61,7 @@ def test_the_next_version_is_read_while_the_last_is_committed() -> None:
     payload = feed.payload_keys(feed.log.read(1))[0]
 
     def publish(operation: Operation) -> None:
-        # Too late for the move that is under way, in time for the look ahead.
+        # Too late for the advance in progress, in time for reading ahead.
         if operation.key == payload and len(feed.states) == 2:
             feed.delta(small_step(feed))
 
@@ -161,7 +161,7 @@ def test_follow_goes_on_after_a_target_that_failed(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("following again") == 1
 
 
-def test_an_outage_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.replica.follower._PATIENCE_S", 0.0)
     feed, moves = long_feed(2), Moves()
     is_away = threading.Event()
@@ -183,7 +183,7 @@ def test_an_outage_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: p
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_what_trying_again_cannot_help_ends_it(has_begun: bool) -> None:
+def test_an_error_that_a_retry_cannot_fix_ends_it(has_begun: bool) -> None:
     feed, moves = long_feed(1), Moves()
     is_refused = threading.Event()
     plan_of = lambda operation: Fault("refuse", transient=False) if is_refused.is_set() else None  # noqa: E731
@@ -289,7 +289,7 @@ def test_calls_from_several_threads_while_following() -> None:
                         assert replica.scrub() == []
                     case _:
                         assert replica.status().counts.damaged == 0
-        except BaseException as error:  # noqa: BLE001 - told below
+        except BaseException as error:  # noqa: BLE001 - checked below
             errors.append(error)
 
     with following(replica) as raised:
@@ -342,7 +342,7 @@ def test_scrub_does_not_repair_from_a_mirror_that_is_damaged() -> None:
     assert replica.scrub() == []
     assert target.holds(feed.states[1])
     assert replica.status().counts.rebuilt == 1
-    # Some tensors alone are held against a mirror that nobody has looked at before: it is proved before a repair.
+    # Single tensors are compared with an unchecked mirror: it is checked before a repair.
     weights.arrays[weights.layout.ordinals["packed"]][0] ^= 1
     assert replica._scrub(repair=True, tensors=range(7))
     assert target.holds(feed.states[1])
@@ -351,7 +351,7 @@ def test_scrub_does_not_repair_from_a_mirror_that_is_damaged() -> None:
 
 @pytest.mark.parametrize("is_background", [False, True], ids=["asked for", "in the background"])
 def test_scrub_proves_the_mirror(is_background: bool) -> None:
-    """A low bit of the mirror that flips before a delta is decoded: the target gets it, and only a digest can tell."""
+    """A bit of the mirror that flips before a delta is decoded reaches the target, and only a digest shows it."""
     feed, moves = Feed.of(2), Moves()
     target = target_for(feed)
     replica = follower(feed.store, target, observer=moves, scrub_s=0.01 if is_background else None)
@@ -386,7 +386,7 @@ def test_scrub_in_the_background() -> None:
     assert target.holds(feed.states[1])
 
 
-def test_rounds_take_about_as_long_as_they_should() -> None:
+def test_a_scrub_round_takes_about_its_time() -> None:
     now = [0.0]
     rounds = loop.ScrubSchedule(100.0, clock=lambda: now[0])
     elements = [10, 0, 30, 60]
@@ -440,7 +440,7 @@ def test_replicas_have_ids_of_their_own() -> None:
     assert keys.parse_replica_key(keys.replica_key(one)) == one
 
 
-def test_the_event_tells_all() -> None:
+def test_the_fields_of_an_advance() -> None:
     feed, moves = long_feed(3), Moves()
     target = target_for(feed)
     replica = follower(feed.store, target, observer=moves)

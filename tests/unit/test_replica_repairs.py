@@ -1,4 +1,4 @@
-"""What a follower mends by itself: interrupted mirrors, damaged payloads, targets that fail."""
+"""What a follower repairs by itself: interrupted mirrors, damaged payloads, targets that fail."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -162,7 +162,7 @@ def damage(feed: Feed, key: str) -> None:
 
 @pytest.mark.parametrize("spoil", [damage, lose])
 @pytest.mark.parametrize("start", [0, None], ids=["behind", "new"])
-def test_another_way_around_a_payload_of_no_use(
+def test_another_plan_around_a_payload_that_cannot_be_used(
     start: int | None, spoil: Callable[[Feed, str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     feed = long_feed(6)
@@ -182,7 +182,7 @@ def test_another_way_around_a_payload_of_no_use(
     assert replica.status().counts.refetched == (1 if spoil is damage else 0)
 
 
-def test_no_way_left_keeps_what_is_live() -> None:
+def test_without_a_plan_the_live_version_stays() -> None:
     feed = long_feed(3)
     target = target_for(feed)
     replica = follower(feed.store, target)
@@ -216,7 +216,7 @@ def test_a_mirror_that_lost_a_bit_is_rebuilt(caplog: pytest.LogCaptureFixture) -
     assert "rebuilding it" in caplog.text
 
 
-def test_a_diverged_mirror_does_not_tell_what_changed() -> None:
+def test_a_diverged_mirror_collects_no_changes() -> None:
     """It may have bits of the new version by chance: what differs from them is not what a target lacks."""
     feed = long_feed(2)
     target = target_for(feed)
@@ -275,7 +275,7 @@ def test_a_read_that_fails_once_is_tried_again(verb: str) -> None:
     replica.advance(to=0)
 
     def once(operation: Operation) -> Fault | None:
-        # The head is asked for without patience: whoever follows asks again anyway.
+        # The head is asked for without patience: following polls again anyway.
         is_head = operation.key in (keys.version_key(3), keys.version_key(4)) or operation.key == keys.VERSIONS
         if operation.verb == verb and not is_head and not failed:
             failed.append(operation)
@@ -291,10 +291,10 @@ def test_a_read_that_fails_once_is_tried_again(verb: str) -> None:
 def test_a_delta_that_does_not_add_up_is_not_the_mirrors_fault() -> None:
     """Its bytes are as they should be, but made against other bits: it is avoided, and the mirror stays."""
     feed = long_feed(2)
-    told = blocks.encode_delta(Weights.of(state(seed=9)), Weights.of(changed(state(seed=9))))
-    ref = feed.put_change(1, 2, told)
-    leads_to = sum((block.digest for block in told), feed.log.read(1).digest)
-    count = sum(block.changed for block in told)
+    encoded = blocks.encode_delta(Weights.of(state(seed=9)), Weights.of(changed(state(seed=9))))
+    ref = feed.put_change(1, 2, encoded)
+    leads_to = sum((block.digest for block in encoded), feed.log.read(1).digest)
+    count = sum(block.changed for block in encoded)
     feed._commit(feed.new("delta", feed.states[1], leads_to, payloads=(ref,), changed=count), feed.states[1])
     target = target_for(feed)
     replica = follower(feed.store, target)

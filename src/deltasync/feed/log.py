@@ -1,4 +1,4 @@
-"""Reading a feed. Nothing is cached, and no pointer is trusted: the manifests themselves say what there is."""
+"""Read the manifests and records of a feed. Nothing is cached, and no pointer is trusted, only the manifests."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -10,7 +10,7 @@ from deltasync.parallel import each
 from deltasync.store.protocol import Store
 
 READ_THREADS = 16
-"""Small reads at once: they wait for the network, not for a core."""
+"""Small reads in progress at once: they wait for the network, not for a core."""
 
 
 class Log:
@@ -20,20 +20,20 @@ class Log:
         self.store = store
 
     def feed(self) -> FeedRecord | None:
-        """What the feed says of itself; None before its first commit."""
+        """The record of the feed; None before its first commit."""
         data = self._get(keys.FEED)
         return None if data is None else FeedRecord.from_bytes(data)
 
     def head(self, *, after: int | None = None) -> Manifest | None:
         """The newest version, or None if there is none after `after`, a version that the caller has seen.
 
-        With `after` and nothing new this is one small request. Without, a listing finds the place to start at; whatever
-        it missed is found by asking for the next version until there is none.
+        With `after` and nothing new this is one small request. Without it, a listing gives the version to start from;
+        then the next version is read until there is none, as a listing may lag behind.
         """
         newest = None
-        version = self._last_listed() if after is None else after + 1
-        while version is not None and (found := self._find(keys.version_key(version), version=version)) is not None:
-            newest, version = found, version + 1
+        version = max(self.versions(), default=None) if after is None else after + 1
+        while version is not None and (manifest := self._find(keys.version_key(version), version=version)) is not None:
+            newest, version = manifest, version + 1
         return newest
 
     def require_head(self) -> Manifest:
@@ -41,21 +41,22 @@ class Log:
         head = self.head()
         if head is None:
             raise NotFoundError(
-                f"there is no version in {self.store.url}", hint="is this the URL of a feed? Nothing was published yet"
+                f"there is no version in {self.store.url}",
+                hint="check that this is the URL of a feed, and that something was published to it",
             )
         return head
 
     def read(self, version: int) -> Manifest:
         """The manifest of a version; NotFoundError if it was never committed."""
-        found = self._find(keys.version_key(version), version=version)
-        if found is None:
+        manifest = self._find(keys.version_key(version), version=version)
+        if manifest is None:
             raise NotFoundError(
                 f"version {version} is not in {self.store.url}", version=version, hint="`deltasync log` lists versions"
             )
-        return found
+        return manifest
 
     def read_many(self, versions: Iterable[int]) -> Iterator[Manifest]:
-        """The manifests of several versions, read in parallel, in the order asked for."""
+        """The manifests of several versions, read in parallel, in the order of `versions`."""
         return each(self.read, versions, waiting=READ_THREADS)
 
     def anchor(self, version: int) -> Manifest | None:
@@ -75,31 +76,27 @@ class Log:
         return self._listed(keys.ANCHORS, keys.parse_anchor_key)
 
     def skips(self) -> list[tuple[int, int]]:
-        """Every skip, as the two versions that it joins."""
-        found = (keys.parse_skip_key(item.key) for item in self.store.list(keys.SKIPS))
-        return [pair for pair in found if pair is not None]
+        """Every skip, as the versions that it leads from and to."""
+        pairs = (keys.parse_skip_key(item.key) for item in self.store.list(keys.SKIPS))
+        return [pair for pair in pairs if pair is not None]
 
     def floor(self) -> int:
-        """The oldest version that `prune` promised to keep; 0 if it never ran."""
+        """The oldest version that `prune` promises to keep; 0 if it never ran."""
         data = self._get(keys.FLOOR)
         return 0 if data is None else FloorRecord.from_bytes(data).version
 
     def heartbeats(self) -> list[Heartbeat]:
         """The last heartbeat of every replica that ever wrote one."""
-        found = [item.key for item in self.store.list(keys.REPLICAS) if keys.parse_replica_key(item.key) is not None]
-        read = [(key, data) for key in found if (data := self._get(key)) is not None]
-        return [_heartbeat(key, data) for key, data in read]
+        listed = [item.key for item in self.store.list(keys.REPLICAS) if keys.parse_replica_key(item.key) is not None]
+        return [_heartbeat(key, data) for key in listed if (data := self._get(key)) is not None]
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Write the heartbeat of a replica."""
         self.store.put(keys.replica_key(heartbeat.replica), heartbeat.to_bytes())
 
-    def _last_listed(self) -> int | None:
-        return max(self.versions(), default=None)
-
     def _listed(self, prefix: str, parse: Callable[[str], int | None]) -> list[int]:
-        found = (parse(item.key) for item in self.store.list(prefix))
-        return [version for version in found if version is not None]
+        versions = (parse(item.key) for item in self.store.list(prefix))
+        return [version for version in versions if version is not None]
 
     def _get(self, key: str) -> bytes | None:
         try:
@@ -113,7 +110,7 @@ class Log:
 
 
 def parse_manifest(key: str, data: bytes, *, version: int | None = None) -> Manifest:
-    """A manifest that belongs where it was found; every error names its key."""
+    """Parse a manifest that was stored under `key`; every error names the key."""
     try:
         manifest = Manifest.from_bytes(data)
     except DeltasyncError as error:
@@ -121,7 +118,7 @@ def parse_manifest(key: str, data: bytes, *, version: int | None = None) -> Mani
             f"{key}: {error.message}", rule=error.rule, hint=error.hint, key=key, version=version
         ) from error
     if manifest_key(manifest) != key and not _is_late_anchor(manifest, key):
-        message = f"{key} holds the manifest of a {manifest.kind} to version {manifest.version}"
+        message = f"{key} holds a manifest of another key: of a {manifest.kind} to version {manifest.version}"
         raise CorruptError(message, rule="manifest.key", key=key, version=version)
     return manifest
 
@@ -134,14 +131,14 @@ def _heartbeat(key: str, data: bytes) -> Heartbeat:
 
 
 def manifest_key(manifest: Manifest) -> str:
-    """Where a manifest is committed; an anchor without a parent may also be added to a version that exists."""
+    """The key that a manifest is committed under. An anchor without a parent may also be added to a version."""
     if manifest.kind == "skip" and manifest.parent is not None:
         return keys.skip_key(manifest.parent, manifest.version)
     return keys.version_key(manifest.version)
 
 
 def require_follows(before: Manifest, after: Manifest) -> None:
-    """CorruptError unless `after` can be the version behind `before`."""
+    """CorruptError unless `after` can be the version that follows `before`."""
     message = None
     if after.parent_digest not in (None, before.digest):
         message = f"was made from digest {after.parent_digest}, but version {before.version} has {before.digest}"

@@ -1,4 +1,4 @@
-"""The cheapest way to a version: anchors, bases, deltas and skips are edges whose cost is what has to be fetched."""
+"""Find the cheapest plan for a version: anchors, bases, deltas and skips are edges that cost the bytes to fetch."""
 
 import heapq
 import logging
@@ -13,16 +13,16 @@ from deltasync.parallel import each
 
 logger = logging.getLogger(__name__)
 
-_HOLE_MAX = 64
-"""How many unreadable manifests in a row a walk passes over."""
+_GAP_MAX = 64
+"""How many unreadable manifests in a row are skipped before the walk ends."""
 
 _FURTHER = 16
-"""How far to look past a way that was found: skips can make deltas this many times cheaper, hardly more."""
+"""How far to read past a plan that was found: skips can make deltas this many times cheaper, hardly more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One manifest as a way from version `start` (None: from nothing) to version `end`."""
+    """One manifest as a step from version `start` (None: from nothing) to version `end`."""
 
     key: str
     manifest: Manifest
@@ -42,7 +42,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Edges to take one after another; `edges` is empty if there is nothing to do."""
+    """Edges to apply one after another; `edges` is empty if there is nothing to do."""
 
     edges: tuple[Edge, ...]
 
@@ -52,25 +52,26 @@ class Plan:
 
 
 def plan(log: Log, target: Manifest, *, start: int | None = None, avoid: Collection[str] = ()) -> Plan:
-    """The cheapest way to `target`, from nothing or from version `start` where the caller holds that.
+    """The cheapest plan for `target`, from nothing or from version `start` if the caller holds that.
 
-    `avoid` names the keys of manifests that turned out to be of no use (damaged, pruned, a base that is not at hand).
-    NotFoundError if no way is left.
+    `avoid` has the keys of manifests that cannot be used: damaged, pruned, or a base that is not available.
+    NotFoundError if there is no plan.
     """
     for thorough in (False, True):
         edges = collect(log, target, start=start, avoid=avoid, thorough=thorough)
-        found = cheapest(edges, start=start, end=target.version)
-        if found is not None:
-            return Plan(found)
+        path = cheapest(edges, start=start, end=target.version)
+        if path is not None:
+            return Plan(path)
     raise NotFoundError(
-        f"there is no way to version {target.version} in {log.store.url}",
+        f"version {target.version} cannot be rebuilt from {log.store.url}: the versions that it is built on were "
+        "pruned or are damaged",
         version=target.version,
-        hint="its chain was pruned or is damaged: `deltasync verify` tells; choose a later version",
+        hint="run `deltasync verify` to see which, and choose a later version",
     )
 
 
 def cheapest(edges: Iterable[Edge], *, start: int | None, end: int) -> tuple[Edge, ...] | None:
-    """The way of least bytes, then of fewest edges; None if there is none."""
+    """The path with the fewest bytes, then with the fewest edges; None if there is none."""
     by_start: dict[int | None, list[Edge]] = {}
     for edge in edges:
         by_start.setdefault(edge.start, []).append(edge)
@@ -81,24 +82,24 @@ def cheapest(edges: Iterable[Edge], *, start: int | None, end: int) -> tuple[Edg
     done: set[int | None] = set()
     pushed = len(queue)
     while queue:
-        nbytes, hops, _, at, way = heapq.heappop(queue)
+        nbytes, hops, _, at, path = heapq.heappop(queue)
         if at == end:
-            return way
+            return path
         if at in done:
             continue
         done.add(at)
         for edge in by_start.get(at, ()):
             pushed += 1
-            heapq.heappush(queue, (nbytes + edge.nbytes, hops + 1, pushed, edge.end, (*way, edge)))
+            heapq.heappush(queue, (nbytes + edge.nbytes, hops + 1, pushed, edge.end, (*path, edge)))
     return None
 
 
 def collect(
     log: Log, target: Manifest, *, start: int | None, avoid: Collection[str], thorough: bool = False
 ) -> list[Edge]:
-    """The edges that can lie on a cheap way to `target`, read backwards until nothing cheaper can come.
+    """The edges that can be part of a cheap plan, read backwards from `target` until nothing cheaper can follow.
 
-    `thorough` reads on to the first version: what looked like a cheap way may be closed further on.
+    `thorough` reads on to the first version, for when no plan was found among the others.
     """
     late = set(log.anchors())
     edges: list[Edge] = []
@@ -123,37 +124,38 @@ def collect(
             if digests.get(skip.version, skip.digest) == skip.digest:
                 edges.append(edge)
             else:
-                logger.warning("%s leads to another digest than version %d has: passed over", edge.key, skip.version)
+                logger.warning("skipping %s: it leads to another digest than version %d has", edge.key, skip.version)
     return edges
 
 
 def _usable(manifest: Manifest, anchor: Manifest | None, avoid: Collection[str]) -> Iterator[Edge]:
-    for key, found in ((manifest_key(manifest), manifest), (keys.anchor_key(manifest.version), anchor)):
-        if found is None or key in avoid:
+    for key, edge in ((manifest_key(manifest), manifest), (keys.anchor_key(manifest.version), anchor)):
+        if edge is None or key in avoid:
             continue
-        if found.digest == manifest.digest:
-            yield Edge(key, found)
+        if edge.digest == manifest.digest:
+            yield Edge(key, edge)
         else:
-            logger.warning("%s has another digest than version %d: passed over", key, manifest.version)
+            logger.warning("skipping %s: it has another digest than version %d", key, manifest.version)
 
 
 def _backwards(log: Log, target: Manifest, *, down_to: int | None) -> Iterator[Manifest]:
     """`target`, then the versions before it, each checked to lead to the next.
 
-    What is missing, damaged or leads elsewhere is passed over, as a skip may do; a long hole ends the walk.
+    Manifests that are missing, damaged or lead elsewhere are left out, as a skip may bridge them; a long gap ends the
+    walk.
     """
     last = -1 if down_to is None or down_to >= target.version else down_to
     after: Manifest | None = target
-    hole = 0
+    gap = 0
     yield target
     older = range(target.version - 1, last, -1)
     for manifest in each(lambda version: _readable(log.read, version), older, waiting=READ_THREADS):
         if manifest is not None and _leads(manifest, after):
             yield manifest
-            after, hole = manifest, 0
+            after, gap = manifest, 0
             continue
-        after, hole = None, hole + 1
-        if hole == _HOLE_MAX:
+        after, gap = None, gap + 1
+        if gap == _GAP_MAX:
             return
 
 
@@ -163,15 +165,15 @@ def _leads(before: Manifest, after: Manifest | None) -> bool:
     try:
         require_follows(before, after)
     except CorruptError as error:
-        logger.warning("passed over version %d: %s", before.version, error)
+        logger.warning("skipping version %d: %s", before.version, error)
         return False
     return True
 
 
 def _readable(read: Callable[..., Manifest | None], *at: int) -> Manifest | None:
-    """None for a manifest that is of no use to anybody."""
+    """None for a manifest that is missing or cannot be read."""
     try:
         return read(*at)
     except (CorruptError, FormatError, NotFoundError) as error:
-        logger.warning("passed over: %s", error)
+        logger.warning("skipping a manifest: %s", error)
         return None

@@ -1,4 +1,4 @@
-"""Everything that is in a feed, read once: for the tools that must see the whole."""
+"""Read all manifests of a feed at once, for `verify` and `prune`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ _GAP_MOST = 1000
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The manifests that can be read, by version; `damaged` has the errors of the others, by key."""
+    """The manifests that could be read, by version; `damaged` has the errors of the others, by key."""
 
     versions: dict[int, Manifest]
     anchors: dict[int, Manifest]
@@ -31,11 +31,11 @@ class Survey:
         return max(self._listed, default=None)
 
     def all_versions(self) -> set[int]:
-        """The versions up to the head, with or without a manifest; of a gap only its beginning."""
+        """The versions up to the head, with or without a manifest; of a long gap only the start."""
         return {*self._listed, *self.missing()}
 
     def missing(self) -> Iterator[int]:
-        """Versions below the head without a manifest; of a gap at most the first thousand: its end may be nonsense."""
+        """Versions below the head without a manifest. At most a thousand of a gap: a wrong key can make it huge."""
         expected = 0
         for version in sorted(self._listed):
             yield from range(expected, min(version, expected + _GAP_MOST))
@@ -48,8 +48,8 @@ class Survey:
 
     def holds(self, edge: Edge) -> bool:
         """Whether all objects that an edge needs are in the store, in their full size."""
-        found = ((self.payloads.get(ref.sha256), ref) for ref in edge.manifest.refs)
-        return all(item is not None and item.nbytes == ref.nbytes for item, ref in found)
+        objects = ((self.payloads.get(ref.sha256), ref) for ref in edge.manifest.refs)
+        return all(item is not None and item.nbytes == ref.nbytes for item, ref in objects)
 
     def edges(self) -> Iterator[Edge]:
         """Every readable manifest as an edge."""
@@ -64,33 +64,33 @@ class Survey:
 def survey(log: Log) -> Survey:
     """Read a feed.
 
-    Payloads are listed last: what a manifest names was put before the manifest, so a commit at the same moment does not
-    look like a payload that is missing. Only the floor is read later still: `prune` raises it before it deletes, so
-    that what is gone is seen to be given up.
+    Payloads are listed after the manifests: a manifest is committed after its payloads, so a commit at the same time
+    does not look like a missing payload. The floor is read last: `prune` raises it before it deletes, so what is
+    missing then is known to be pruned.
     """
     damaged: dict[str, DeltasyncError] = {}
-    found: dict[str, Manifest] = {}
+    manifests: dict[str, Manifest] = {}
 
     def read(key: str) -> tuple[str, Manifest | DeltasyncError | None]:
         try:
             return key, parse_manifest(key, log.store.get(key))
         except NotFoundError:
-            # Removed by `prune` since it was listed.
+            # `prune` has deleted it since the listing.
             return key, None
         except (CorruptError, FormatError) as error:
             return key, error
 
-    manifests = [
+    listed = [
         item.key
         for prefix in (keys.VERSIONS, keys.ANCHORS, keys.SKIPS)
         for item in log.store.list(prefix)
         if _is_manifest(item.key)
     ]
-    for key, outcome in each(read, manifests, waiting=READ_THREADS):
+    for key, outcome in each(read, listed, waiting=READ_THREADS):
         if isinstance(outcome, DeltasyncError):
             damaged[key] = outcome
         elif outcome is not None:
-            found[key] = outcome
+            manifests[key] = outcome
     try:
         log.feed()
     except (CorruptError, FormatError) as error:
@@ -102,27 +102,27 @@ def survey(log: Log) -> Survey:
     except (CorruptError, FormatError) as error:
         damaged[keys.FLOOR] = error
     return Survey(
-        versions=dict(_picked(found, keys.parse_version_key)),
-        anchors=dict(_picked(found, keys.parse_anchor_key)),
-        skips={pair: m for key, m in found.items() if (pair := keys.parse_skip_key(key)) is not None},
+        versions=dict(_picked(manifests, keys.parse_version_key)),
+        anchors=dict(_picked(manifests, keys.parse_anchor_key)),
+        skips={pair: m for key, m in manifests.items() if (pair := keys.parse_skip_key(key)) is not None},
         damaged=damaged,
         payloads=payloads,
         floor=floor,
     )
 
 
-def without_pruned(log: Log, found: Survey) -> Survey:
-    """The same survey a while later, without the payloads that `prune` has deleted since."""
+def without_pruned(log: Log, before: Survey) -> Survey:
+    """The same survey without the payloads that `prune` has deleted since."""
     left = _payloads(log)
     return replace(
-        found,
-        payloads={sha256: item for sha256, item in found.payloads.items() if sha256 in left},
-        floor=found.floor if keys.FLOOR in found.damaged else log.floor(),
+        before,
+        payloads={sha256: item for sha256, item in before.payloads.items() if sha256 in left},
+        floor=before.floor if keys.FLOOR in before.damaged else log.floor(),
     )
 
 
 def reachable(edges: Iterable[Edge]) -> set[int]:
-    """The versions that some way leads to from nothing."""
+    """The versions that these edges lead to from nothing."""
     by_start: dict[int | None, list[int]] = {}
     for edge in edges:
         by_start.setdefault(edge.start, []).append(edge.end)
@@ -142,8 +142,8 @@ def is_given_up(edge: Edge, floor: int) -> bool:
 
 
 def _payloads(log: Log) -> dict[str, ObjectInfo]:
-    found = ((keys.parse_payload_key(item.key), item) for item in log.store.list(keys.PAYLOADS))
-    return {sha256: item for sha256, item in found if sha256 is not None}
+    listed = ((keys.parse_payload_key(item.key), item) for item in log.store.list(keys.PAYLOADS))
+    return {sha256: item for sha256, item in listed if sha256 is not None}
 
 
 def _is_manifest(key: str) -> bool:
@@ -151,8 +151,8 @@ def _is_manifest(key: str) -> bool:
     return any(parse(key) is not None for parse in parsers)
 
 
-def _picked(found: dict[str, Manifest], parse: Callable[[str], int | None]) -> Iterator[tuple[int, Manifest]]:
-    for key, manifest in found.items():
+def _picked(manifests: dict[str, Manifest], parse: Callable[[str], int | None]) -> Iterator[tuple[int, Manifest]]:
+    for key, manifest in manifests.items():
         version = parse(key)
         if version is not None:
             yield version, manifest

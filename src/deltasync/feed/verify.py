@@ -1,4 +1,4 @@
-"""Check every version of a feed: what is damaged, and which versions are lost with it."""
+"""Check every version of a feed: which objects are damaged, and which versions are lost with them."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -141,7 +141,7 @@ class DeepCheck:
 
 
 def _walking_order(edge: Edge) -> tuple[int, int]:
-    """Version by version: first the delta that leads there, then its anchors, then the skips that start there."""
+    """By version: first the delta that leads to it, then its anchors, then the skips that start from it."""
     if edge.manifest.kind == "skip" and edge.start is not None:
         return edge.start, 2
     return edge.end, 0 if edge.start is not None else 1
@@ -149,7 +149,7 @@ def _walking_order(edge: Edge) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is wrong, under the key of the manifest that it makes useless. `takes`: versions lost with it."""
+    """An error, with the key of the manifest that cannot be used for it. `takes` are the versions lost with it."""
 
     key: str
     error: DeltasyncError
@@ -167,7 +167,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What `verify` found. `lost` versions cannot be restored any more; `pruned` ones were given up on purpose."""
+    """The result of `verify`. `lost` versions can no longer be restored; `pruned` ones were given up on purpose."""
 
     head: int | None
     deep: bool
@@ -205,80 +205,81 @@ def verify(
     base: Path | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Walk all chains of a feed. Damage is reported, never raised; StoreError if the store itself fails.
+    """Check all manifests and payloads of a feed. Damage is reported, not raised; StoreError if the store fails.
 
     Shallow: manifests, links, presence and size of payloads. Deep: also their SHA-256, every block decoded against the
     state that it belongs to, and state digests; this needs memory for the weights. `base` is a local copy of the
-    checkpoint that the feed began with.
+    checkpoint that the feed started with.
     """
     with opened(feed) as store:
         log = Log(store)
-        found = survey(log)
-        damages = [Damage(key, error) for key, error in found.damaged.items()]
-        damages += _broken_links(found)
-        damages += _missing_payloads(found)
+        contents = survey(log)
+        damages = [Damage(key, error) for key, error in contents.damaged.items()]
+        damages += _broken_links(contents)
+        damages += _missing_payloads(contents)
         unchecked: list[str] = []
         if deep:
             bad = {damage.key for damage in damages}
-            check = DeepCheck(log, found, bad, base=base, progress=progress)
+            check = DeepCheck(log, contents, bad, base=base, progress=progress)
             check.run()
-            found = without_pruned(log, found)
-            given_up = {edge.key for edge in found.edges() if is_given_up(edge, found.floor) and not found.holds(edge)}
+            contents = without_pruned(log, contents)
+            gone = [edge for edge in contents.edges() if not contents.holds(edge)]
+            given_up = {edge.key for edge in gone if is_given_up(edge, contents.floor)}
             damages += [Damage(key, error) for key, error in check.damaged.items() if key not in given_up]
             unchecked = check.unchecked
-        return _report(found, damages, unchecked, deep=deep)
+        return _report(contents, damages, unchecked, deep=deep)
 
 
-def _broken_links(found: Survey) -> Iterator[Damage]:
-    for version in found.missing():
+def _broken_links(contents: Survey) -> Iterator[Damage]:
+    for version in contents.missing():
         key = keys.version_key(version)
         yield Damage(key, NotFoundError(f"version {version} is missing", rule="chain.gap", version=version, key=key))
-    for version, manifest in found.versions.items():
-        before = found.versions.get(version - 1)
+    for version, manifest in contents.versions.items():
+        before = contents.versions.get(version - 1)
         if before is not None:
             try:
                 require_follows(before, manifest)
             except CorruptError as error:
                 yield Damage(keys.version_key(version), error)
-    for edge in found.edges():
+    for edge in contents.edges():
         for at, digest in ((edge.start, edge.manifest.parent_digest), (edge.end, edge.manifest.digest)):
-            told = None if at is None else found.versions.get(at)
-            if told is not None and digest != told.digest and edge.key != keys.version_key(edge.end):
-                text = f"{edge.key} says that version {at} has the digest {digest}, it has {told.digest}"
-                yield Damage(edge.key, CorruptError(text, rule="chain.link", key=edge.key, version=at))
+            known = None if at is None else contents.versions.get(at)
+            if known is not None and digest != known.digest and edge.key != keys.version_key(edge.end):
+                message = f"{edge.key} promises the digest {digest} for version {at}, which has {known.digest}"
+                yield Damage(edge.key, CorruptError(message, rule="chain.link", key=edge.key, version=at))
 
 
-def _missing_payloads(found: Survey) -> Iterator[Damage]:
-    for edge in found.edges():
-        if is_given_up(edge, found.floor):
+def _missing_payloads(contents: Survey) -> Iterator[Damage]:
+    for edge in contents.edges():
+        if is_given_up(edge, contents.floor):
             continue
         for ref in edge.manifest.refs:
             key = keys.payload_key(ref.sha256)
-            stored = found.payloads.get(ref.sha256)
+            stored = contents.payloads.get(ref.sha256)
             error: DeltasyncError
             if stored is None:
-                error = NotFoundError(f"{key} is missing, {edge.key} names it", rule="payload.missing", key=key)
+                error = NotFoundError(f"{key} is missing, but {edge.key} needs it", rule="payload.missing", key=key)
             elif stored.nbytes != ref.nbytes:
-                told = f"{key} has {stored.nbytes} bytes, {edge.key} names {ref.nbytes}"
-                error = CorruptError(told, rule="payload.size", key=key)
+                message = f"{key} has {stored.nbytes} bytes, but {edge.key} promises {ref.nbytes}"
+                error = CorruptError(message, rule="payload.size", key=key)
             else:
                 continue
             yield Damage(edge.key, error)
 
 
-def _report(found: Survey, damages: list[Damage], unchecked: list[str], *, deep: bool) -> Verification:
+def _report(contents: Survey, damages: list[Damage], unchecked: list[str], *, deep: bool) -> Verification:
     bad = {damage.key for damage in damages}
-    edges = list(found.edges())
-    every = found.all_versions()
-    good = reachable(edge for edge in edges if edge.key not in bad and found.holds(edge))
+    edges = list(contents.edges())
+    every = contents.all_versions()
+    good = reachable(edge for edge in edges if edge.key not in bad and contents.holds(edge))
     gone = every - good
-    pruned = {v for v in gone if v < found.floor}
-    # What was given up on purpose did not hold anything up before the damage.
-    standing = [edge for edge in edges if edge.key in bad or found.holds(edge)]
+    pruned = {v for v in gone if v < contents.floor}
+    # Edges that were pruned on purpose could not be used before the damage either.
+    standing = [edge for edge in edges if edge.key in bad or contents.holds(edge)]
     named = {ref.sha256 for edge in edges for ref in edge.manifest.refs}
-    orphans = [item for sha256, item in found.payloads.items() if sha256 not in named]
+    orphans = [item for sha256, item in contents.payloads.items() if sha256 not in named]
     return Verification(
-        head=found.head,
+        head=contents.head,
         deep=deep,
         restorable=tuple(sorted(good)),
         lost=tuple(sorted(gone - pruned)),
@@ -295,6 +296,6 @@ def _taken(edges: list[Edge], key: str, lost: set[int], every: set[int]) -> tupl
     version = keys.parse_version_key(key)
     without = every - reachable(edge for edge in edges if edge.key != key)
     if version is not None:
-        # An unreadable manifest is no edge: without the version, what follows from it by deltas is gone as well.
+        # An unreadable manifest is not among the edges: its version is lost too.
         without |= {version} & lost
     return tuple(sorted(without & lost))

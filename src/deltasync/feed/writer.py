@@ -1,7 +1,7 @@
 """Write to a feed: payloads first, then the manifest, whose creation is the commit and the fence.
 
-A store without create-if-absent cannot fence. One writer then holds a lease that it renews. A lease depends on clocks:
-it keeps two writers apart, but not two that race within one round trip.
+A store without create-if-absent cannot fence. One writer then holds a lease that it renews. A lease depends on clocks,
+and does not stop two writers that race within one round trip.
 """
 
 import logging
@@ -17,30 +17,32 @@ from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.sealed import FeedRecord, LeaseRecord
 from deltasync.store.protocol import Data, Store
 
+logger = logging.getLogger(__name__)
+
 _TRIES = 3
 
 
 def probe_fencing(store: Store) -> bool:
     """Whether `create` refuses a key that is taken, and leaves the object as it was. Writes and deletes one object.
 
-    A lost response does not make a good store look bad: what counts is which bytes stay.
+    The bytes that are stored decide, so that a lost response does not make a good store look bad.
     """
     if not store.capabilities.create_if_absent:
         return False
     key = keys.probe_key(secrets.token_hex(16))
     try:
-        # Nobody else knows the key: if it is taken, it was taken by this very call, made twice.
+        # No other process knows the key: if it exists, a retry of this call has created it.
         _create(store, key, b"first")
         refused = not _create(store, key, b"second")
         return refused and store.get(key) == b"first"
     finally:
-        # What stays behind is harmless, and must not hide the answer.
+        # An object that is left behind is harmless, and this error must not hide the result.
         with suppress(StoreError):
             store.delete(key)
 
 
 def _create(store: Store, key: str, data: Data) -> bool:
-    """Until the store answers: from a request that nobody answered nothing can be learned."""
+    """Create an object; retry while the store does not answer, because that says nothing about fencing."""
     for _ in range(_TRIES - 1):
         try:
             return store.create(key, data)
@@ -51,11 +53,11 @@ def _create(store: Store, key: str, data: Data) -> bool:
 
 
 LEASE_S = 120
-"""How long a writer that died keeps others out."""
+"""Seconds for which the lease of a writer that died keeps others out."""
 
 
 class Lease:
-    """The right to write, held in the name of `writer`."""
+    """The right of `writer` to write to a feed."""
 
     def __init__(self, store: Store, writer: str, *, clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -71,7 +73,7 @@ class Lease:
                 f"writer {held.writer} holds the lease of {self._store.url} for another "
                 f"{held.expires_unix_s - now:.0f} s",
                 key=keys.LEASE,
-                hint="this store cannot fence writers off: stop the other one, or wait until its lease has run out",
+                hint="this store cannot fence writers: stop the other one, or wait until its lease expires",
             )
         if held is None or held.writer != self._writer or held.expires_unix_s - now < LEASE_S / 2:
             record = LeaseRecord(self._writer, int(now) + LEASE_S)
@@ -87,9 +89,9 @@ class Lease:
     def _require_held(self, record: LeaseRecord) -> None:
         if self._read() != record:
             raise ConflictError(
-                f"another writer took the lease of {self._store.url} at the same moment",
+                f"another writer took the lease of {self._store.url} at the same time",
                 key=keys.LEASE,
-                hint="let one trainer publish to a feed",
+                hint="let only one trainer publish to a feed",
             )
 
     def _read(self) -> LeaseRecord | None:
@@ -99,11 +101,8 @@ class Lease:
             return None
 
 
-logger = logging.getLogger(__name__)
-
-
 class Writer:
-    """The one publisher of a feed. `id` is random: it tells this writer's commits from those of any other."""
+    """The only writer of a feed. Its random `id` distinguishes its commits from those of other writers."""
 
     def __init__(self, store: Store, *, require_fencing: bool = False) -> None:
         self.id = secrets.token_hex(8)
@@ -113,7 +112,7 @@ class Writer:
         self._lease: Lease | None = None
 
     def open(self) -> Manifest | None:
-        """Check that the store keeps writers apart, make the feed if it is new, and give its head.
+        """Check that the store can fence writers, create the feed if it is new, and return its head.
 
         A store that only claims to fence is used by one writer under a lease, with a warning; with `require_fencing`
         it is refused. ConflictError if another writer holds the lease.
@@ -125,32 +124,32 @@ class Writer:
         return self.log.head()
 
     def put(self, data: Data) -> PayloadRef:
-        """Store a payload under its own SHA-256. Without a commit nobody ever looks at it."""
+        """Store a payload under its SHA-256. It is part of the feed once a manifest that names it is committed."""
         ref = PayloadRef.of(data)
         self.store.put(keys.payload_key(ref.sha256), data)
         return ref
 
     def commit(self, manifest: Manifest) -> None:
-        """Commit a version or a skip whose payloads are in the store. Trying again after an error is safe.
+        """Commit a version or a skip whose payloads are in the store. A retry after an error is safe.
 
-        ConflictError if another writer was there first: stop. StoreError: it is not known whether the commit happened;
-        commit the same manifest again, or open the feed anew.
+        ConflictError if another writer was first: stop. After a StoreError it is not known whether the commit happened:
+        commit the same manifest again, or reopen the feed.
         """
         self._create(manifest_key(manifest), manifest.to_bytes())
 
     def add_anchor(self, manifest: Manifest) -> None:
-        """Add an anchor to a version that is committed."""
+        """Add an anchor to a committed version."""
         self._create(keys.anchor_key(manifest.version), manifest.to_bytes())
 
     def close(self) -> None:
-        """Give back the lease, if there is one."""
+        """Release the lease, if there is one."""
         if self._lease is None:
             return
         try:
             self._lease.release()
         except StoreError as error:
-            # It runs out by itself, and whatever was committed is committed.
-            logger.warning("the lease of %s was not given back: %s", self.store.url, error)
+            # The lease expires by itself, and every commit stays.
+            logger.warning("cannot release the lease of %s: %s", self.store.url, error)
 
     def _fences(self) -> bool:
         if self.store.capabilities.create_if_absent:
@@ -161,10 +160,12 @@ class Writer:
             message = f"{self.store.url} has no create-if-absent"
         if self._require_fencing:
             raise StoreError(
-                message, transient=False, hint="use a store that has conditional puts, or do without require_fencing"
+                message, transient=False, hint="use a store with conditional puts, or leave out require_fencing"
             )
         if self.store.capabilities.create_if_absent:
-            logger.warning("%s: two writers at once can destroy each other's versions; a lease must do", message)
+            logger.warning(
+                "%s: two writers at once can overwrite each other's versions; using a lease instead", message
+            )
         return False
 
     def _require_feed(self) -> None:
@@ -179,13 +180,13 @@ class Writer:
             self._settle(key, data)
 
     def _write_new(self, key: str, data: bytes) -> bool:
-        """Whether the key is surely ours. False: it was taken, perhaps by ourselves."""
+        """Whether this call has created the object. False if it exists, perhaps from an earlier attempt of ours."""
         if self._lease is None:
             try:
                 return self.store.create(key, data)
             except StoreError as error:
-                # The response may be lost while the object is there. An error that stays, as of a disk that cannot
-                # sync, is no lost response: what can be read back then may still be gone tomorrow.
+                # The response may be lost although the object was created. A permanent error, such as of a disk that
+                # cannot sync, is not a lost response: the object can be read back now and still be lost later.
                 if error.transient and self._stored(key) == data:
                     return True
                 raise
@@ -195,15 +196,15 @@ class Writer:
         return self._stored(key) == data
 
     def _settle(self, key: str, data: bytes) -> None:
-        """The key was taken. Equal bytes mean that it was ours: a response got lost."""
-        found = self._stored(key)
-        if found == data:
+        """The object exists: equal bytes mean that we created it, and a response was lost. Else ConflictError."""
+        stored = self._stored(key)
+        if stored == data:
             return
-        who = "nobody" if found is None else parse_manifest(key, found).writer
+        writer = "an unknown writer" if stored is None else f"writer {parse_manifest(key, stored).writer}"
         hint = "another trainer writes to this feed: stop one of the two"
-        if who == self.id:
-            hint = "an earlier attempt of this writer went through: open the feed again and go on from its head"
-        raise ConflictError(f"{key} was committed by writer {who}, we are {self.id}", key=key, hint=hint)
+        if writer == f"writer {self.id}":
+            hint = "an earlier attempt of this writer succeeded: reopen the feed and continue from its head"
+        raise ConflictError(f"{key} was committed by {writer}, this is writer {self.id}", key=key, hint=hint)
 
     def _stored(self, key: str) -> bytes | None:
         try:

@@ -1,4 +1,4 @@
-"""What a follower tells: every move of a target to another version, and how it stands."""
+"""What a follower reports: each advance of its target, its counters, and its status."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -8,7 +8,7 @@ from deltasync.format.manifest import Kind
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Time by phase. `fetch` is what decoding waited for; `pause` is the part of `commit` that held up serving."""
+    """Time by phase. `fetch` is the time that decoding waited for; `pause` is how long `commit` held up serving."""
 
     plan: float = 0.0
     fetch: float = 0.0
@@ -18,16 +18,16 @@ class Seconds:
     pause: float = 0.0
 
     def facts(self) -> dict[str, str]:
-        """For a heartbeat."""
+        """As fields of a heartbeat."""
         return {f"{name}_s": f"{value:.4f}" for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """A target became another version. `changed` counts the elements that were overwritten; None: all weights.
+    """A target advanced to another version. `changed` counts the overwritten elements; None means all weights.
 
-    `edges` are the kinds of the manifests that led there, `nbytes` what was fetched for them. Both are empty if the
-    mirror had the version already.
+    `edges` are the kinds of the manifests that were applied, `nbytes` the bytes that were fetched for them: none and 0
+    if the mirror had the version already.
     """
 
     from_version: int | None
@@ -39,11 +39,11 @@ class Advance:
 
     def __str__(self) -> str:
         s = self.seconds
-        came = "from nothing" if self.from_version is None else f"from version {self.from_version}"
+        origin = "from nothing" if self.from_version is None else f"from version {self.from_version}"
+        edges = f"{len(self.edges)} edge{'' if len(self.edges) == 1 else 's'}"
         changed = "all weights" if self.changed is None else f"{self.changed} elements"
-        edges = "1 edge" if len(self.edges) == 1 else f"{len(self.edges)} edges"
         return (
-            f"version {self.version} is live, {came}: {changed}, {edges}, {self.nbytes} bytes; "
+            f"version {self.version} is live, {origin}: {changed}, {edges}, {self.nbytes} bytes; "
             f"plan {s.plan:.3f} s, fetch {s.fetch:.3f} s, decode {s.decode:.3f} s, stage {s.stage:.3f} s, "
             f"commit {s.commit:.3f} s, pause {s.pause:.4f} s"
         )
@@ -54,12 +54,11 @@ Observer = Callable[[Advance], None]
 
 @dataclass(slots=True)
 class Counts:
-    """What happened since the follower was made.
+    """Counters since the follower was created.
 
-    `moves`: how often the target became a version. `nbytes`: what was fetched for that.
-    `refetched`: payloads that came damaged and were fetched again. `rerouted`: edges that turned out to be of no use.
-    `rebuilt`: mirrors that had other bits than their version. `scrubbed`: elements compared with the mirror, `damaged`
-    of them were different, `repaired` of those overwritten.
+    `moves`: advances of the target. `nbytes`: bytes fetched for them. `refetched`: payloads that arrived damaged and
+    were fetched again. `rerouted`: edges that could not be used. `rebuilt`: mirrors that had other bits than their
+    version. `scrubbed`: elements compared with the mirror; `damaged` of them differed, `repaired` were overwritten.
     """
 
     moves: int = 0
@@ -74,7 +73,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a follower stands. `version` is what the target has live; `lag` counts the versions after it."""
+    """The state of a follower. `version` is live in the target; `lag` counts the versions after it."""
 
     replica: str
     version: int | None

@@ -1,7 +1,7 @@
 """A checkpoint folder as a target: any engine that loads from disk finds the newest version under one name.
 
-The name is a symbolic link to a folder beside it, one for each version, and a switch is one rename: whoever opens the
-name sees one version, whole. Whoever has files of the version before open keeps them until the switch after this one.
+The name is a symbolic link to a folder beside it, one for each version. A commit replaces the link in one rename, so
+that a reader sees one complete version. The folder of the previous version is kept until the next commit.
 """
 
 import os
@@ -29,7 +29,7 @@ _VERSION_MAX = (1 << 63) - 1
 
 
 class FolderTarget:
-    """Keeps `path`, a symbolic link, at a checkpoint folder of the live version. One process for each path."""
+    """Keeps `path`, a symbolic link, at the checkpoint folder of the live version. Only one process may use a path."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(os.path.abspath(path))
@@ -52,25 +52,25 @@ class FolderTarget:
 
     @property
     def version(self) -> int | None:
-        """The version that the link leads to; None if it leads to none."""
+        """The version of the folder that the link points to; None if there is none."""
         self._open()
         return self._version
 
     def close(self) -> None:
-        """Let another process have the folder. It stays as it is."""
+        """Release the path for other processes. The folder stays as it is."""
         self._owned.close()
         self._is_open = False
 
     def require(self, layout: Layout) -> None:
-        """What is in the folder now must have this layout: whoever loads from there expects it."""
+        """Raise MismatchError unless the live folder has this layout, which its readers expect."""
         self._open()
         if self._version is not None:
-            found = mapped_layout(self._path)
-            if found is not None:
-                found.require_equal(layout, ours=str(self._path), theirs="the feed")
+            live = mapped_layout(self._path)
+            if live is not None:
+                live.require_equal(layout, ours=str(self._path), theirs="the feed")
 
     def stage(self, staged: Staged) -> None:
-        """Write the folder of the version beside that of the last."""
+        """Write the folder of the version beside the live one."""
         self._open()
         self._clean(self._current(), self._before)
         weights = staged.weights
@@ -91,7 +91,7 @@ class FolderTarget:
         self._staged = out
 
     def commit(self, staged: Staged) -> float:
-        """Switch the link. The folder before stays for who still reads it, older ones go."""
+        """Switch the link. The previous folder stays for those who still read it; older ones are removed."""
         out, self._staged = self._staged, None
         if out is None:
             raise InvalidInputError(f"version {staged.version} was not staged", hint="call stage first")
@@ -108,7 +108,7 @@ class FolderTarget:
         return pause_s
 
     def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
-        """Compare the files with the weights. Files that cannot be read as a checkpoint are all damage."""
+        """Compare the files with the weights. Every element of an unreadable checkpoint counts as damage."""
         specs = weights.layout.tensors
         try:
             checkpoint = open_checkpoint(self._path)
@@ -125,12 +125,12 @@ class FolderTarget:
         return [Damage(specs[i].name, count) for i, count in counts.items() if count]
 
     def _open(self) -> None:
-        """Find out what an earlier process left."""
+        """Lock the path and read the version that an earlier process left, at the first use."""
         if self._is_open:
             return
         if os.path.lexists(self._path) and not self._path.is_symlink():
             raise InvalidInputError(
-                f"{self._path} is not a link that this follower made", hint="choose a path that does not exist yet"
+                f"{self._path} is not a link that a follower created", hint="choose a path that does not exist yet"
             )
         self._owned.enter_context(locked(self._path))
         self._is_open = True
@@ -138,14 +138,14 @@ class FolderTarget:
         self._version = None if current is None else _recorded(current)
 
     def _current(self) -> Path | None:
-        """The folder that the link leads to, if it is one of ours."""
+        """The folder that the link points to, if this class has created it."""
         if not self._path.is_symlink():
             return None
         folder = self._path.parent / self._path.readlink()
         return folder if self._folders.fullmatch(folder.name) is not None and folder.is_dir() else None
 
     def _clean(self, *kept: Path | None) -> None:
-        """Remove folders of other versions, and what was left half written."""
+        """Remove the folders of other versions and incomplete ones."""
         for path in self._path.parent.iterdir():
             is_old = self._folders.fullmatch(path.name) is not None and path not in kept and path.is_dir()
             if is_old or (self._leftovers.fullmatch(path.name) is not None and path.is_dir()):

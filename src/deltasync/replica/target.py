@@ -1,4 +1,4 @@
-"""What receives the weights of a version: the contract between a follower and whatever serves them."""
+"""The contract between a follower and its target, which serves the weights of a version."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from deltasync.format.weights import Changes, Weights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staged:
-    """A version for a target to become, all of it decoded and proved.
+    """A version for a target, completely decoded and verified.
 
-    `changes` are absolute bits for a target that is at version `start`: in this order, a later one wins. None means
-    all weights, to be read from `weights`; `start` is None then.
-    `weights` are those of the mirror, and `path` its file, if it has one. The mirror holds the version while the target
-    takes all weights. With changes it may have advanced already: read only the layout of `weights`.
+    `changes` are absolute bits for a target at version `start`, to be applied in this order. None means all weights, to
+    be read from `weights`; `start` is None then.
+    `weights` are those of the mirror, and `path` is its file, if it has one. The mirror holds the version while the
+    target takes all weights. With changes it may have advanced already: read only the layout of `weights` then.
     """
 
     manifest: Manifest
@@ -28,7 +28,7 @@ class Staged:
     files: Callable[[], Mapping[str, bytes]]
     """Fetches the files beside the weights, by their relative path."""
     edges: int = 0
-    """How many edges the changes are of; none if the mirror had the version already."""
+    """How many edges the changes come from; 0 if the mirror had the version already."""
 
     @property
     def version(self) -> int:
@@ -36,51 +36,51 @@ class Staged:
 
     @property
     def is_one_edge(self) -> bool:
-        """No element is in two of the changes."""
+        """Whether no element is in more than one of the changes."""
         return self.edges <= 1
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Elements of a tensor that are not what they must be."""
+    """The number of elements of a tensor that differ from the mirror."""
 
     tensor: str
     elements: int
 
 
 class Target(Protocol):
-    """Whatever serves weights. A follower calls it from one thread at a time."""
+    """Something that serves weights. A follower calls it from one thread at a time."""
 
     @property
     def engine(self) -> str:
-        """What this is, for heartbeats and people."""
+        """A name of the engine, for heartbeats and logs."""
         ...
 
     @property
     def version(self) -> int | None:
-        """The version that is live, all of it; None while it is written, after a failure, or if nobody knows."""
+        """The version that is completely live; None while one is written, after a failure, or if it is unknown."""
         ...
 
     @property
     def reads_mirror(self) -> bool:
-        """Whether it reads the mirror even where it is given changes: the mirror waits for it then."""
+        """Whether it reads the mirror even when it gets changes: the mirror does not read ahead then."""
         ...
 
     def require(self, layout: Layout) -> None:
-        """MismatchError that names the first difference if weights of this layout do not fit. Touches nothing."""
+        """Raise MismatchError, naming the first difference, if weights of this layout do not fit. Changes nothing."""
         ...
 
     def stage(self, staged: Staged) -> None:
-        """Prepare beside the live weights; this may take long."""
+        """Prepare a version beside the live weights. This may take long."""
         ...
 
     def commit(self, staged: Staged) -> float:
-        """Make what was staged last live; the seconds for which serving was held up."""
+        """Make the version that was staged last live; return the seconds for which serving was held up."""
         ...
 
     def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
         """Compare these tensors, by ordinal, with `weights`, which have the live version; overwrite what differs.
 
-        A target that cannot repair says `version` None afterwards.
+        A target that cannot repair has `version` None afterwards, and gets all weights.
         """
         ...

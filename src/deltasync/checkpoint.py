@@ -91,7 +91,7 @@ def _read_file(path: Path) -> CheckpointFile:
     except FileNotFoundError as error:
         raise NotFoundError(f"{path} is missing", hint=f"{INDEX_NAME} names it; is the download complete?") from error
     except (CorruptError, FormatError) as error:
-        raise type(error)(f"{path}: {error.message}", rule=error.rule, hint=error.hint) from error
+        raise error.at(path) from error
 
 
 def _check_index(folder: Path, files: tuple[CheckpointFile, ...]) -> None:

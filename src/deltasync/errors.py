@@ -1,13 +1,16 @@
 """The error tree: one class for each thing that a handler can do about it."""
 
-from typing import ClassVar
+import copy
+import os
+from typing import Any, ClassVar, Self
 
 
 class DeltasyncError(Exception):
     """Base of all errors that deltasync raises on purpose.
 
     `kind` is stable across releases: log it, count it, match on it. `rule` names the broken rule of docs/format.md
-    where there is one. `hint` says what to do.
+    where there is one. `hint` says what to do. `key` is the object or the file that the error is about, `version` the
+    version of the feed. Errors can be pickled, so that they cross to other processes.
     """
 
     kind: ClassVar[str] = "error"
@@ -27,6 +30,19 @@ class DeltasyncError(Exception):
         self.rule = rule
         self.version = version
         self.key = key
+
+    def at(self, place: str | os.PathLike[str], *, version: int | None = None) -> Self:
+        """A copy that names the object or file where the error was found: in its message and as its `key`."""
+        error = copy.copy(self)
+        error.key = os.fspath(place)
+        error.message = f"{error.key}: {self.message}"
+        error.args = (error.message,)
+        error.version = self.version if version is None else version
+        return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # BaseException would call the class with the message alone, which StoreError refuses.
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
     def __str__(self) -> str:
         text = self.message

@@ -168,7 +168,7 @@ def _payload(store: Store, ref: PayloadRef, on_refetch: Callable[[str], None]) -
     except (CorruptError, FormatError) as error:
         if error.key is not None:
             raise
-        raise type(error)(f"{key}: {error.message}", rule=error.rule, hint=error.hint, key=key) from error
+        raise error.at(key) from error
 
 
 def _wrong(manifest: Manifest, message: str, rule: str) -> CorruptError:

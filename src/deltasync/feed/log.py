@@ -114,9 +114,7 @@ def parse_manifest(key: str, data: bytes, *, version: int | None = None) -> Mani
     try:
         manifest = Manifest.from_bytes(data)
     except DeltasyncError as error:
-        raise type(error)(
-            f"{key}: {error.message}", rule=error.rule, hint=error.hint, key=key, version=version
-        ) from error
+        raise error.at(key, version=version) from error
     if manifest_key(manifest) != key and not _is_late_anchor(manifest, key):
         message = f"{key} holds a manifest of another key: of a {manifest.kind} to version {manifest.version}"
         raise CorruptError(message, rule="manifest.key", key=key, version=version)
@@ -127,7 +125,7 @@ def _heartbeat(key: str, data: bytes) -> Heartbeat:
     try:
         return Heartbeat.from_bytes(data)
     except DeltasyncError as error:
-        raise type(error)(f"{key}: {error.message}", rule=error.rule, hint=error.hint, key=key) from error
+        raise error.at(key) from error
 
 
 def manifest_key(manifest: Manifest) -> str:

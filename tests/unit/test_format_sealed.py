@@ -2,7 +2,7 @@ import pytest
 
 from deltasync.errors import CorruptError, FormatError
 from deltasync.format import limits
-from deltasync.format.sealed import is_count, is_decimal, is_sha256, parse_object, require_understood
+from deltasync.format.sealed import is_count, is_decimal, is_sha256, parse_object, require_fields
 
 CASES = [
     (b"", "t.json"),
@@ -44,15 +44,21 @@ def test_escapes_that_are_whole_pairs_are_fine() -> None:
 
 
 def test_must_understand() -> None:
-    require_understood({"new": 1}, ["old"], what="it", scope="t")
-    require_understood({"must_understand": ["old"]}, ["old"], what="it", scope="t")
+    require_fields({"new": 1, "old": 2}, ["old"], what="it", scope="t")
+    require_fields({"must_understand": ["old"], "old": 2}, ["old"], what="it", scope="t")
     with pytest.raises(FormatError) as caught:
-        require_understood({"must_understand": ["old", "new"]}, ["old"], what="it", scope="t")
+        require_fields({"must_understand": ["old", "new"]}, ["old"], what="it", scope="t")
     assert caught.value.rule == "t.must_understand"
     assert "new" in caught.value.message
     for bad in ("new", [1], {"new": 1}):
         with pytest.raises(CorruptError):
-            require_understood({"must_understand": bad}, [], what="it", scope="t")
+            require_fields({"must_understand": bad}, [], what="it", scope="t")
+
+
+def test_missing_fields() -> None:
+    with pytest.raises(CorruptError, match="it lacks b, d") as caught:
+        require_fields({"a": 1, "c": 2}, ["a", "b", "c", "d"], what="it", scope="t")
+    assert caught.value.rule == "t.field"
 
 
 @pytest.mark.parametrize(

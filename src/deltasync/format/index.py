@@ -11,7 +11,7 @@ from deltasync.errors import CorruptError, FormatError
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout
-from deltasync.format.sealed import canonical_json, is_count, is_sha256, parse_object, require_understood
+from deltasync.format.sealed import canonical_json, is_count, is_sha256, parse_object, require_fields
 from deltasync.format.weights import Runs
 
 
@@ -112,7 +112,6 @@ CODECS = ("exp/1", "abs/1", PLANES, COO)
 """The codecs that a payload may name."""
 
 _BLOCK_FIELDS = ("codec", "runs", "changed", "digest", "sha256")
-_INDEX_FIELDS = ("layout", "blocks")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,9 +150,9 @@ def encode_index(layout: Layout, records: Sequence[BlockRecord]) -> bytes:
 def decode_index(data: bytes) -> tuple[Layout, tuple[BlockRecord, ...]]:
     """The inverse of `encode_index`; every field is checked, but not how blocks relate to each other."""
     fields = parse_object(_inflate(data), what="the index", scope="index")
-    require_understood(fields, _INDEX_FIELDS, what="the index", scope="index")
-    if not isinstance(fields.get("blocks"), list) or "layout" not in fields:
-        raise CorruptError("the index lacks layout or blocks", rule="index.field")
+    require_fields(fields, ("layout", "blocks"), what="the index", scope="index")
+    if not isinstance(fields["blocks"], list):
+        raise CorruptError("blocks of the index is not a list", rule="index.field")
     layout = Layout.from_json(fields["layout"])
     records: list[BlockRecord] = []
     runs_left = limits.RUNS_MAX
@@ -183,10 +182,7 @@ def _record(i: int, item: Any, layout: Layout, runs_left: int) -> BlockRecord:
     what = f"block {i}"
     if not isinstance(item, dict):
         raise CorruptError(f"{what} is not an object", rule="block.field")
-    require_understood(item, _BLOCK_FIELDS, what=what, scope="block")
-    missing = [name for name in _BLOCK_FIELDS if name not in item]
-    if missing:
-        raise CorruptError(f"{what} lacks {', '.join(missing)}", rule="block.field")
+    require_fields(item, _BLOCK_FIELDS, what=what, scope="block")
     codec, changed = item["codec"], item["changed"]
     if not isinstance(codec, str) or not is_sha256(item["sha256"]) or not isinstance(item["digest"], str):
         raise CorruptError(f"{what}: codec, digest or sha256 is not what it should be", rule="block.field")

@@ -44,4 +44,7 @@ RUNS_MAX = 1 << 22
 JSON_VALUES_MAX = 1 << 23
 """Values in one JSON text: parsed JSON takes tens of times the memory of its text."""
 
-VERSION_MAX = (1 << 63) - 1
+COUNT_MAX = (1 << 63) - 1
+"""Any number of a manifest or record, and any offset in a file."""
+
+VERSION_MAX = COUNT_MAX

@@ -8,23 +8,12 @@ from typing import Any, Literal
 from deltasync.errors import CorruptError, FormatError
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest
-from deltasync.format.sealed import (
-    FORMAT,
-    SEAL,
-    is_count,
-    is_sha256,
-    parse_object,
-    require_sealed,
-    require_understood,
-    sealed,
-)
+from deltasync.format.sealed import FORMAT, Fields, read_sealed, require_seal, sealed
 
 Data = bytes | bytearray | memoryview
 Kind = Literal["anchor", "delta", "skip", "base"]
 _KINDS: dict[str, Kind] = {"anchor": "anchor", "delta": "delta", "skip": "skip", "base": "base"}
-_COUNT_MAX = (1 << 63) - 1
 _FIELDS = (
-    "format",
     "kind",
     "version",
     "parent",
@@ -56,10 +45,8 @@ class PayloadRef:
         return cls(hashlib.sha256(data).hexdigest(), len(data))
 
     @classmethod
-    def from_json(cls, value: Any) -> "PayloadRef":
-        if not isinstance(value, dict) or "bytes" not in value:
-            raise CorruptError(f"{value!r:.80} is not {{sha256, bytes}}", rule="manifest.field")
-        return cls(_sha256(value, "sha256"), _count(value, "bytes"))
+    def from_fields(cls, fields: Fields) -> "PayloadRef":
+        return cls(fields.sha256("sha256"), fields.count("bytes"))
 
     def to_json(self) -> dict[str, Any]:
         return {"sha256": self.sha256, "bytes": self.nbytes}
@@ -75,7 +62,7 @@ class BaseRef:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One way to reach a version of a feed.
+    """One edge to a version of a feed.
 
     `parent` and `parent_digest` go together; an anchor may have them too. `changed` counts the elements that differ
     from the parent; an anchor and a base have none. `files` names the files beside the weights (`format.companions`).
@@ -130,63 +117,68 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Sealed canonical JSON: equal manifests have equal bytes. CorruptError for one that a reader would refuse."""
-        fields = self.to_json()
-        _require_size(data := sealed(fields))
-        _from_fields(fields)
+        data = sealed(self.to_json())
+        self.from_bytes(data)
         return data
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
         """The inverse of `to_bytes`; CorruptError or FormatError with the broken rule on anything else."""
-        _require_size(data)
-        fields = parse_object(data, what="the manifest", scope="manifest")
-        manifest = _from_fields(fields)
-        require_sealed(data, fields, what="the manifest", scope="manifest")
+        # The seal is checked last, so that a manifest of a writer that breaks a rule is refused by that rule.
+        fields = read_sealed(data, "manifest", _FIELDS, bytes_max=limits.MANIFEST_BYTES_MAX, check_seal=False)
+        kind = _KINDS.get(fields.text("kind"))
+        if kind is None:
+            raise FormatError(
+                f"{fields.values['kind']!r:.80} is not a kind of manifest that this release knows",
+                rule="manifest.kind",
+                hint="upgrade deltasync",
+            )
+        parent_digest, files = fields.values["parent_digest"], fields.optional_object("files")
+        manifest = cls(
+            kind=kind,
+            version=fields.count("version"),
+            parent=fields.optional_count("parent"),
+            step=fields.optional_count("step"),
+            layout_sha256=fields.sha256("layout_sha256"),
+            parent_digest=None if parent_digest is None else StateDigest.from_hex(parent_digest),
+            digest=StateDigest.from_hex(fields.values["digest"]),
+            elements=fields.count("elements"),
+            changed=fields.optional_count("changed"),
+            payloads=_payloads(fields),
+            files=None if files is None else PayloadRef.from_fields(files),
+            writer=fields.text("writer"),
+            created_unix_s=fields.count("created_unix_s"),
+            base=_base(fields.values["base"]),
+            extra=fields.texts("extra"),
+        )
+        _check_kind(manifest)
+        require_seal(data, fields.values, what=fields.what, scope=fields.scope)
         return manifest
 
 
-def _require_size(data: bytes) -> None:
-    if len(data) > limits.MANIFEST_BYTES_MAX:
-        raise CorruptError(f"a manifest of {len(data)} bytes", rule="manifest.size")
+def _payloads(fields: Fields) -> tuple[PayloadRef, ...]:
+    refs = tuple(PayloadRef.from_fields(item) for item in fields.objects("payloads"))
+    if len({ref.sha256 for ref in refs}) != len(refs):
+        raise CorruptError("the manifest lists a payload twice", rule="manifest.payloads")
+    return refs
 
 
-def _from_fields(fields: dict[str, Any]) -> Manifest:
-    if fields.get("format") != FORMAT:
-        raise FormatError(f"a manifest of format {fields.get('format')!r:.80}", rule="manifest.format")
-    require_understood(fields, (*_FIELDS, SEAL), what="the manifest", scope="manifest")
-    missing = [name for name in _FIELDS if name not in fields]
-    if missing:
-        raise CorruptError(f"the manifest lacks {', '.join(missing)}", rule="manifest.field")
-    kind = _KINDS.get(_text(fields, "kind"))
-    if kind is None:
-        raise FormatError(f"a manifest of kind {fields['kind']!r:.80}", rule="manifest.kind", hint="upgrade deltasync")
-    parent_digest = fields["parent_digest"]
-    manifest = Manifest(
-        kind=kind,
-        version=_count(fields, "version"),
-        parent=_optional_count(fields, "parent"),
-        step=_optional_count(fields, "step"),
-        layout_sha256=_sha256(fields, "layout_sha256"),
-        parent_digest=None if parent_digest is None else StateDigest.from_hex(parent_digest),
-        digest=StateDigest.from_hex(fields["digest"]),
-        elements=_count(fields, "elements"),
-        changed=_optional_count(fields, "changed"),
-        payloads=_payloads(fields["payloads"]),
-        files=None if fields["files"] is None else PayloadRef.from_json(fields["files"]),
-        writer=_text(fields, "writer"),
-        created_unix_s=_count(fields, "created_unix_s"),
-        base=None if fields["base"] is None else _base(fields["base"]),
-        extra=_extra(fields["extra"]),
+def _base(value: Any) -> BaseRef | None:
+    match value:
+        case None:
+            return None
+        case {"checkpoint": str(checkpoint), "revision": str() | None as revision} if checkpoint:
+            return BaseRef(checkpoint, revision)
+    raise CorruptError(
+        f"base of the manifest must be null or {{checkpoint, revision}}, not {value!r:.80}", rule="manifest.field"
     )
-    _check_kind(manifest)
-    return manifest
 
 
 def _check_kind(m: Manifest) -> None:
-    """Which fields go with which kind."""
+    """CorruptError if the fields do not fit the kind."""
     behind = None if m.parent is None else m.version - m.parent
     if (m.parent is None) != (m.parent_digest is None):
-        raise CorruptError("parent and parent_digest go together", rule="manifest.parent")
+        raise CorruptError("a manifest has both parent and parent_digest, or neither", rule="manifest.parent")
     fits = {
         "delta": behind == 1,
         "skip": behind is not None and behind >= 2,
@@ -194,60 +186,23 @@ def _check_kind(m: Manifest) -> None:
         "base": behind is None,
     }
     if not fits[m.kind]:
-        raise CorruptError(f"a {m.kind} to version {m.version} from {m.parent}", rule="manifest.parent")
+        raise CorruptError(f"a {m.kind} to version {m.version} cannot start from {m.parent}", rule="manifest.parent")
     if (m.kind == "base") != (m.base is not None):
-        raise CorruptError(f"a manifest of kind {m.kind} and base {m.base!r:.80}", rule="manifest.base")
+        raise CorruptError(
+            f"a manifest of kind {m.kind} has the base {m.base!r:.80}; exactly those of kind base have one",
+            rule="manifest.base",
+        )
     is_change = m.kind in ("delta", "skip")
     if is_change != (m.changed is not None) or (m.changed is not None and m.changed > m.elements):
-        raise CorruptError(f"a {m.kind} of {m.changed} changed elements of {m.elements}", rule="manifest.changed")
+        raise CorruptError(
+            f"changed of a {m.kind} of {m.elements} elements is {m.changed}; it must be a number up to that for a "
+            "delta or skip, and null for an anchor or base",
+            rule="manifest.changed",
+        )
     # A change of nothing needs no payload; neither does a base.
     needs_payload = m.kind == "anchor" or (m.kind != "base" and m.digest != m.parent_digest)
     if (needs_payload and not m.payloads) or (m.kind == "base" and m.payloads):
-        raise CorruptError(f"a {m.kind} with {len(m.payloads)} payloads", rule="manifest.payloads")
-
-
-def _text(fields: dict[str, Any], name: str) -> str:
-    value = fields[name]
-    if not isinstance(value, str) or not value:
-        raise CorruptError(f"{name} is {value!r:.80}, not a text", rule="manifest.field")
-    return value
-
-
-def _count(fields: dict[str, Any], name: str) -> int:
-    value = fields[name]
-    if not is_count(value, most=_COUNT_MAX):
-        raise CorruptError(f"{name} is {value!r:.80}, not a count", rule="manifest.field")
-    return int(value)
-
-
-def _optional_count(fields: dict[str, Any], name: str) -> int | None:
-    return None if fields[name] is None else _count(fields, name)
-
-
-def _sha256(fields: dict[str, Any], name: str) -> str:
-    value = fields.get(name)
-    if not is_sha256(value):
-        raise CorruptError(f"{name} is {value!r:.80}, not a SHA-256 in hex", rule="manifest.field")
-    return str(value)
-
-
-def _payloads(value: Any) -> tuple[PayloadRef, ...]:
-    if not isinstance(value, list):
-        raise CorruptError("payloads is not a list", rule="manifest.field")
-    refs = tuple(PayloadRef.from_json(item) for item in value)
-    if len({ref.sha256 for ref in refs}) != len(refs):
-        raise CorruptError("a payload is listed twice", rule="manifest.payloads")
-    return refs
-
-
-def _base(value: Any) -> BaseRef:
-    match value:
-        case {"checkpoint": str(checkpoint), "revision": str() | None as revision} if checkpoint:
-            return BaseRef(checkpoint, revision)
-    raise CorruptError(f"base is {value!r:.80}, not {{checkpoint, revision}}", rule="manifest.field")
-
-
-def _extra(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        raise CorruptError("extra is not a map of texts", rule="manifest.field")
-    return value
+        raise CorruptError(
+            f"a {m.kind} has {len(m.payloads)} payloads; it must have {'at least one' if needs_payload else 'none'}",
+            rule="manifest.payloads",
+        )

@@ -18,7 +18,6 @@ Read = Callable[[int, int], bytes]
 """`read(offset, length)` gives exactly that range of a file, less only where the file ends."""
 
 _LENGTH_BYTES = 8
-_OFFSET_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ def _entry(name: str, value: Any, data_begin: int) -> Entry:
         )
     if len(shape) > limits.DIMENSIONS_MAX or not all(is_count(d, most=limits.ELEMENTS_MAX) for d in shape):
         raise CorruptError(f"tensor {name!r:.200} has the shape {shape!r:.80}", rule="safetensors.shape")
-    if not all(is_count(o, most=_OFFSET_MAX) for o in (begin, end)) or begin > end:
+    if not all(is_count(o, most=limits.COUNT_MAX) for o in (begin, end)) or begin > end:
         raise CorruptError(f"tensor {name!r:.200} lies at {begin!r:.40}..{end!r:.40}", rule="safetensors.offsets")
     needed = math.prod(shape) * dtype.width
     if end - begin != needed:

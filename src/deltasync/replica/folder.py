@@ -20,12 +20,11 @@ from deltasync.checkpoint import map_files, mapped_layout, open_checkpoint, writ
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, NotFoundError
 from deltasync.files import locked, sync_folder, temporary_beside
 from deltasync.format.layout import Layout
-from deltasync.format.sealed import FORMAT, is_count, parse_object, require_sealed, sealed
+from deltasync.format.sealed import FORMAT, read_sealed, sealed
 from deltasync.format.weights import Weights
 from deltasync.replica.target import Damage, Staged
 
 RECORD_NAME = ".deltasync.json"
-_VERSION_MAX = (1 << 63) - 1
 
 
 class FolderTarget:
@@ -157,13 +156,9 @@ class FolderTarget:
 def _recorded(folder: Path) -> int | None:
     """The version that a folder was written as."""
     try:
-        data = (folder / RECORD_NAME).read_bytes()
-        fields = parse_object(data, what=str(folder / RECORD_NAME), scope="folder")
-        require_sealed(data, fields, what=str(folder / RECORD_NAME), scope="folder")
+        return read_sealed((folder / RECORD_NAME).read_bytes(), "folder", ("version", "digest")).count("version")
     except (CorruptError, FormatError, OSError):
         return None
-    version = fields.get("version")
-    return version if fields.get("format") == FORMAT and is_count(version, most=_VERSION_MAX) else None
 
 
 def _copy(source: Weights, target: Weights) -> None:

@@ -35,22 +35,12 @@ from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Kind, Manifest
 from deltasync.format.payload import Payload
-from deltasync.format.sealed import (
-    FORMAT,
-    SEAL,
-    is_count,
-    is_sha256,
-    parse_object,
-    require_sealed,
-    require_understood,
-    sealed,
-)
+from deltasync.format.sealed import FORMAT, read_sealed, sealed
 from deltasync.format.weights import Changes, Region, Runs, Weights
 from deltasync.parallel import each
 from deltasync.replica.events import Counts
 
 logger = logging.getLogger(__name__)
-_COUNT_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +61,10 @@ class MirrorRecord:
     @classmethod
     def from_bytes(cls, data: bytes) -> "MirrorRecord":
         """The inverse of `to_bytes`; CorruptError or FormatError on anything else."""
-        fields = parse_object(data, what="the mirror's record", scope="mirror")
-        if fields.get("format") != FORMAT:
-            raise FormatError(f"a mirror of format {fields.get('format')!r:.80}", rule="mirror.format")
-        require_understood(
-            fields, ("format", "version", "writing", "applied", SEAL), what="the mirror's record", scope="mirror"
-        )
-        require_sealed(data, fields, what="the mirror's record", scope="mirror")
-        version, writing, applied = fields.get("version"), fields.get("writing"), fields.get("applied")
-        counts = all(number is None or is_count(number, most=_COUNT_MAX) for number in (version, writing))
-        if not counts or not isinstance(applied, list) or not all(is_sha256(text) for text in applied):
-            raise CorruptError("the mirror's record has fields of other types", rule="mirror.field")
-        return cls(version, writing, frozenset(applied))
+        names, what = ("version", "writing", "applied"), "the record of the mirror"
+        fields = read_sealed(data, "mirror", names, what=what, bytes_max=limits.MANIFEST_BYTES_MAX)
+        version, writing = fields.optional_count("version"), fields.optional_count("writing")
+        return cls(version, writing, frozenset(fields.sha256s("applied")))
 
 
 WHOLE_SHARE = 4

@@ -1,11 +1,12 @@
-"""The threads of this process, shared by all work, and progress callbacks.
+"""Two thread pools for the whole process, and progress callbacks.
 
-There are two pools: one for computing, as large as `set_threads` says, and a larger one for work that waits for a
-store. Both are made at their first use and kept, so that no call starts threads of its own and the kernels keep their
-scratch memory from call to call.
+One pool computes, with as many threads as `set_threads` says; a larger one waits for stores. Both are made at their
+first use and kept, so that no call starts threads of its own and the kernels keep their scratch memory from call to
+call.
 """
 
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +19,9 @@ from deltasync.errors import InvalidInputError
 VARIABLE = "DELTASYNC_THREADS"
 """Environment variable with the number of threads that compute, for a process that does not call `set_threads`."""
 
+THREADS_MAX = 1024
 _WAITING_THREADS = 32
+_DIGITS = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -31,7 +34,7 @@ class Progress(Protocol):
 
 
 def counting(progress: Progress | None, phase: str, total: int) -> Callable[[int], None] | None:
-    """A function that takes the number of elements just done and calls `progress` with the sum; None without one."""
+    """A function that adds up the elements done and calls `progress` with the sum; None if `progress` is None."""
     if progress is None:
         return None
     done = 0
@@ -45,11 +48,10 @@ def counting(progress: Progress | None, phase: str, total: int) -> Callable[[int
 
 
 def set_threads(count: int | None) -> None:
-    """Compute with `count` threads from now on; None is one per core, or what DELTASYNC_THREADS says."""
-    if count is not None and count < 1:
-        raise InvalidInputError(f"the number of threads must be at least 1, not {count}")
-    with _pools.lock:
-        _pools.wanted = count
+    """Compute with `count` threads from now on. With None: as DELTASYNC_THREADS says, or one thread per core."""
+    if count is not None and not 1 <= count <= THREADS_MAX:
+        raise InvalidInputError(f"the number of threads must be from 1 to {THREADS_MAX}, not {count}")
+    _pools.wanted = count
 
 
 def threads() -> int:
@@ -57,10 +59,13 @@ def threads() -> int:
     if _pools.wanted is not None:
         return _pools.wanted
     text = os.environ.get(VARIABLE)
-    if text is not None and not (text.isdecimal() and int(text) > 0):
-        raise InvalidInputError(f"{VARIABLE} is {text!r:.80}", hint="set it to a whole number from 1 on")
-    cores = os.cpu_count() if text is None else int(text)
-    return 1 if cores is None else cores
+    if text is None:
+        return min(os.cpu_count() or 1, THREADS_MAX)
+    if _DIGITS.fullmatch(text) is None or not 1 <= int(text) <= THREADS_MAX:
+        raise InvalidInputError(
+            f"{VARIABLE} must be a whole number from 1 to {THREADS_MAX}, not {text!r:.80}", hint="correct or unset it"
+        )
+    return int(text)
 
 
 def each(
@@ -70,39 +75,49 @@ def each(
     waiting: int | None = None,
     on_done: Callable[[_T], None] | None = None,
 ) -> Iterator[_R]:
-    """Results of `work` in the order of `items`, in bounded memory. `on_done` is called with an item before its result.
+    """Call `work` with every item in the pool's threads, and give the results in the order of `items`.
 
-    Without `waiting`, the work computes: it runs on all threads, and two items per thread are in progress or finished.
-    With `waiting`, the work waits for a store: that many items are in progress at once. Work may itself call `each`.
+    Without `waiting`, the work computes, and at most two items per thread are in progress or finished ahead of the
+    caller. With `waiting`, the work waits for a store, and at most that many items are. So `items` may be endless, and
+    memory stays bounded. `on_done` is called with each item, in the caller's thread, before its result is given.
+
+    An error of `work` or of `items` is raised once no work is running any more; so does an early end of the iteration
+    wait. Work may itself call `each`.
     """
     pool = _pools.computing() if waiting is None else _pools.waiting()
     window = 2 * threads() if waiting is None else waiting
     source = iter(items)
-    started: deque[tuple[_T, Future[_R]]] = deque((item, pool.submit(work, item)) for item in islice(source, window))
+    started: deque[tuple[_T, Future[_R]]] = deque()
+
+    def start(count: int) -> None:
+        started.extend((item, pool.submit(work, item)) for item in islice(source, count))
+
     try:
+        start(window)
         while started:
-            item, future = started.popleft()
-            # What no thread has begun is done here: otherwise work that calls `each` could wait for itself.
+            item, future = started[0]
+            # The caller does what no thread has begun: otherwise work that calls `each` could wait for itself.
             result = work(item) if future.cancel() else future.result()
-            started.extend((following, pool.submit(work, following)) for following in islice(source, 1))
+            started.popleft()
+            start(1)
             if on_done is not None:
                 on_done(item)
             yield result
     finally:
-        # After an error or an early end, nothing may still be writing to what the caller gave to `work`.
+        # Nothing may still be writing to what the caller gave to `work`.
         wait([future for _, future in started if not future.cancel()])
 
 
 def lower_priority(niceness: int) -> None:
-    """Let the calling thread and the threads of the pools yield to other work, where the system can do that."""
+    """Lower the priority of the calling thread and of the pools' threads, where the system has one for each thread."""
     with _pools.lock:
         _pools.niceness = niceness
         _pools.forget()
-    _be_nice(niceness)
+    _set_niceness(niceness)
 
 
 class _Pools:
-    """The two pools, made at their first use in a process; a forked child makes its own."""
+    """The two pools, each made at its first use; a forked child makes its own."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -129,10 +144,10 @@ class _Pools:
         self._computing = self._waiting = None
 
     def _new(self, count: int, name: str) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(count, name, _be_nice, (self.niceness,))
+        return ThreadPoolExecutor(count, name, _set_niceness, (self.niceness,))
 
 
-def _be_nice(niceness: int | None) -> None:
+def _set_niceness(niceness: int | None) -> None:
     if niceness is not None and hasattr(os, "PRIO_PROCESS"):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 

@@ -6,9 +6,9 @@ from functools import partial
 
 from benchmarks.data.pair import Pair
 from benchmarks.report import say
-from benchmarks.states import States, copy_of, last_tensors, restore, states_of
+from benchmarks.states import States, anchor_blocks, copy_of, last_tensors, restore, states_of
 from deltasync import blocks
-from deltasync.blocks import detect, overwrite, stretches
+from deltasync.blocks import detect, layout_runs, overwrite
 from deltasync.codecs import coo, exp
 from deltasync.format.payload import Block
 from deltasync.format.weights import Changes, Weights
@@ -44,7 +44,7 @@ def groups(pair: Pair) -> Iterator[Group]:
 
 def _encode_stages(states: States) -> list[Stage]:
     old, new = states.old, states.new
-    pieces = stretches(old.layout)
+    pieces = layout_runs(old.layout)
     found = [changes for piece in pieces for changes in detect(old, new, piece)]
     nbytes = old.layout.nbytes
     return [
@@ -105,11 +105,11 @@ def _digest_stage(weights: Weights) -> Stage:
 
 def _anchor_stages(weights: Weights) -> list[Stage]:
     part = last_tensors(weights, nbytes=ANCHOR_BYTES)
-    anchor = list(blocks.encode_anchor(part))
+    anchor = anchor_blocks(part)
     nbytes = part.layout.nbytes
     label = f"(on {nbytes / 1e6:.0f} MB)"
     return [
-        Stage(f"planes/1 anchor encode {label}", lambda n: list(blocks.encode_anchor(part)), nbytes),
+        Stage(f"planes/1 anchor encode {label}", lambda n: anchor_blocks(part), nbytes),
         Stage(
             f"planes/1 anchor decode {label}",
             lambda n: list(blocks.decode(part, anchor, relative=False)),

@@ -54,7 +54,7 @@ def _measure(worker: Any, options: argparse.Namespace, folder: Path) -> dict[str
         load_checkpoint_weight_patches,
     )
 
-    from deltasync.blocks import detect, stretches
+    from deltasync.blocks import detect, layout_runs
     from deltasync.checkpoint import open_checkpoint
     from deltasync.format.weights import tensor_parts
     from deltasync.vllm.stage import write_stage
@@ -63,7 +63,7 @@ def _measure(worker: Any, options: argparse.Namespace, folder: Path) -> dict[str
     runtime = worker.weight_transfer_engine.runtime
     model = worker.model_runner.get_model()
     old, new = open_checkpoint(options.old).weights, open_checkpoint(options.new).weights
-    changes = [found for stretch in stretches(old.layout) for found in detect(old, new, stretch)]
+    changes = [found for stretch in layout_runs(old.layout) for found in detect(old, new, stretch)]
     begun = time.perf_counter()
     known = EngineMap(old.layout, [Rank.from_json(runtime.describe(old.layout.to_json()))])
     describe_s = time.perf_counter() - begun

@@ -8,9 +8,12 @@ import numpy as np
 from benchmarks.bits import Bits
 from benchmarks.data.pair import Pair
 from deltasync import blocks
+from deltasync.codecs import planes
+from deltasync.format import limits
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.payload import Block, Payload, PayloadHeader, write_payload
 from deltasync.format.weights import Weights
+from deltasync.parallel import each
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +61,15 @@ def delta_file(states: States, found: list[Block], *, threads: int) -> bytes:
     return write_payload(PayloadHeader("delta", states.old.layout, parent, digest), found)
 
 
+def anchor_blocks(weights: Weights) -> list[Block]:
+    """Encode all weights as the blocks of an anchor."""
+    all_runs = blocks.layout_runs(weights.layout, elements=limits.PLANES_ELEMENTS)
+    return list(each(lambda runs: planes.encode(weights, runs), all_runs))
+
+
 def anchor_file(weights: Weights, *, threads: int) -> bytes:
     """Give the whole payload file of an anchor: all weights, compressed."""
-    found = list(blocks.encode_anchor(weights))
+    found = anchor_blocks(weights)
     digest = blocks.digest(weights)
     return write_payload(PayloadHeader("anchor", weights.layout, None, digest), found)
 

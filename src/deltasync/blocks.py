@@ -1,7 +1,7 @@
 """Two states to blocks, and blocks to changes, on all cores.
 
 Blocks are cut by one rule, independent of the source of the changes: tensors of one element type are concatenated in
-layout order and cut every `BLOCK_ELEMENTS_MAX` elements; inside such a stretch a block ends early, at a multiple of
+layout order and cut every `BLOCK_ELEMENTS_MAX` elements; inside such runs a block ends early, at a multiple of
 `CELL_ELEMENTS`, once `BLOCK_CHANGES_SOFT` elements have changed in it. Blocks never overlap, so threads never write to
 the same element; the kernels release the GIL.
 """
@@ -26,32 +26,35 @@ from deltasync.parallel import each
 Changed = Mapping[str, tuple[NDArray[Any], Bits]]
 """Tensor name to (ascending flat indices, new bits), as they come from an accelerator that did the comparison."""
 
+OnProgress = Callable[[int], None]
+"""Called with the number of elements that were just done."""
 
-def stretches(layout: Layout, *, elements: int = limits.BLOCK_ELEMENTS_MAX) -> list[Runs]:
-    """All elements of a layout as stretches of one element type."""
+
+def layout_runs(layout: Layout, *, elements: int = limits.BLOCK_ELEMENTS_MAX) -> list[Runs]:
+    """All elements of a layout: runs of one element type each, cut every `elements` elements."""
     by_dtype: dict[str, list[int]] = {}
     for ordinal, spec in enumerate(layout.tensors):
         by_dtype.setdefault(spec.dtype.name, []).append(ordinal)
-    return [piece for ordinals in by_dtype.values() for piece in cut_runs(whole_runs(layout, ordinals), elements)]
+    return [runs for ordinals in by_dtype.values() for runs in cut_runs(whole_runs(layout, ordinals), elements)]
 
 
-def detect(old: Weights, new: Readable, stretch: Runs) -> Iterator[Changes]:
-    """The changed elements of one stretch, block by block; blocks without changes are left out."""
-    k, before, after = kernels(), old.region(stretch), new.region(stretch)
+def detect(old: Weights, new: Readable, runs: Runs) -> Iterator[Changes]:
+    """The changed elements of `runs`, block by block; blocks without changes are left out."""
+    k, before, after = kernels(), old.region(runs), new.region(runs)
     start, elements = 0, before.elements
     while start < elements:
         positions, values, stop = k.detect(
             before, after, start, cell=limits.CELL_ELEMENTS, enough=limits.BLOCK_CHANGES_SOFT
         )
         if len(positions):
-            yield Changes(slice_runs(stretch, start, stop), positions, values)
+            yield Changes(slice_runs(runs, start, stop), positions, values)
         start = stop
 
 
-def regroup(layout: Layout, changed: Changed, stretch: Runs) -> Iterator[Changes]:
+def regroup(layout: Layout, changed: Changed, runs: Runs) -> Iterator[Changes]:
     """The same blocks as `detect` gives, from elements that are already known to have changed."""
-    positions, values = _along(layout, changed, stretch)
-    elements = int(stretch[:, 2].sum())
+    positions, values = _along(layout, changed, runs)
+    elements = int(runs[:, 2].sum())
     start = done = 0
     while start < elements:
         ends = np.minimum(np.arange(start, elements, limits.CELL_ELEMENTS) + limits.CELL_ELEMENTS, elements)
@@ -59,7 +62,7 @@ def regroup(layout: Layout, changed: Changed, stretch: Runs) -> Iterator[Changes
         last = min(int(np.searchsorted(counts, limits.BLOCK_CHANGES_SOFT)), len(ends) - 1)
         stop, block = int(ends[last]), slice(done, done + int(counts[last]))
         if counts[last]:
-            yield Changes(slice_runs(stretch, start, stop), (positions[block] - start).astype(np.uint32), values[block])
+            yield Changes(slice_runs(runs, start, stop), (positions[block] - start).astype(np.uint32), values[block])
         start, done = stop, block.stop
 
 
@@ -71,22 +74,27 @@ def check_changed(layout: Layout, changed: Changed) -> None:
             raise InvalidInputError(f"tensor {name!r} is not in the layout", rule="changes.name")
         spec = layout.tensors[ordinal]
         if values.dtype != spec.dtype.bits_dtype or values.shape != indices.shape or values.ndim != 1:
-            raise InvalidInputError(f"changes of {spec} are {values.dtype}{list(values.shape)}", rule="changes.length")
+            raise InvalidInputError(
+                f"the changes of {spec} are {values.dtype}{list(values.shape)} for {list(indices.shape)} indices; they "
+                f"must be one {spec.dtype.bits_dtype} for each index",
+                rule="changes.length",
+            )
         ascending = (indices[1:] > indices[:-1]).all()
         if len(indices) and not (ascending and indices[0] >= 0 and indices[-1] < spec.elements):
-            raise InvalidInputError(f"indices into {spec} are not ascending inside it", rule="changes.order")
+            raise InvalidInputError(f"indices into {spec} must ascend and stay inside it", rule="changes.order")
 
 
-def _along(layout: Layout, changed: Changed, stretch: Runs) -> tuple[NDArray[np.int64], Bits]:
-    """All changes of a stretch: positions along it, and new bits."""
-    none = np.empty(0, np.int64), np.empty(0, layout.tensors[stretch[0, 0]].dtype.bits_dtype)
-    parts, start = [none], 0
-    for ordinal, first, count in stretch.tolist():
+def _along(layout: Layout, changed: Changed, runs: Runs) -> tuple[NDArray[np.int64], Bits]:
+    """All changes inside `runs`: their positions along the runs, and the new bits."""
+    none = np.empty(0, np.int64), np.empty(0, layout.tensors[runs[0, 0]].dtype.bits_dtype)
+    positions, bits, start = [none[0]], [none[1]], 0
+    for ordinal, first, count in runs.tolist():
         indices, values = changed.get(layout.tensors[ordinal].name, none)
         lo, hi = np.searchsorted(indices, (first, first + count))
-        parts.append((indices[lo:hi].astype(np.int64) - first + start, values[lo:hi]))
+        positions.append(indices[lo:hi].astype(np.int64) - first + start)
+        bits.append(values[lo:hi])
         start += count
-    return np.concatenate([p for p, _ in parts]), np.concatenate([v for _, v in parts])
+    return np.concatenate(positions), np.concatenate(bits)
 
 
 def overwrite(target: Weights, changes: Changes) -> None:
@@ -100,117 +108,54 @@ def overwrite(target: Weights, changes: Changes) -> None:
         region.arrays[array][offset : offset + count] = changes.values[end - count : end]
 
 
-OnProgress = Callable[[int], None]
-"""Called with the number of elements that were just done."""
-
-Source = Callable[[Runs], Iterator[Changes]]
-
-
 def encode_delta(
-    old: Weights,
-    new: Weights,
-    *,
-    codec: str = exp.EXP,
-    on_progress: OnProgress | None = None,
+    old: Weights, new: Weights, *, codec: str = exp.EXP, on_progress: OnProgress | None = None
 ) -> list[Block]:
-    """What changed from `old` to `new`. Each block has the smallest of the codecs that `codec` stands for."""
+    """The changes from `old` to `new`. Each block has the smallest of the codecs that `codec` stands for."""
     old.layout.require_equal(new.layout, ours="the old state", theirs="the new state")
 
     def exp_blocks(runs: Runs) -> list[Block]:
-        found = exp.encode_difference(old, new, runs)
-        return [_smallest(old.layout, block, partial(new.region, block.runs)) for block in found]
+        coded = exp.encode_difference(old, new, runs)
+        return [_smallest(old.layout, block, partial(new.region, block.runs)) for block in coded]
 
-    return _encode(old, exp_blocks, lambda runs: detect(old, new, runs), codec, on_progress)
+    return _encode(old, exp_blocks, partial(detect, old, new), codec, on_progress)
 
 
 def encode_changed(
-    old: Weights,
-    changed: Changed,
-    *,
-    codec: str = exp.EXP,
-    on_progress: OnProgress | None = None,
+    old: Weights, changed: Changed, *, codec: str = exp.EXP, on_progress: OnProgress | None = None
 ) -> list[Block]:
     """The same blocks from elements that are known to have changed, as an accelerator finds them."""
     check_changed(old.layout, changed)
 
     def exp_blocks(runs: Runs) -> list[Block]:
-        found = regroup(old.layout, changed, runs)
-        return [_smallest(old.layout, exp.encode(old, changes), partial(_after, old, changes)) for changes in found]
+        cut = regroup(old.layout, changed, runs)
+        return [_smallest(old.layout, exp.encode(old, changes), partial(_after, old, changes)) for changes in cut]
 
-    return _encode(old, exp_blocks, lambda runs: regroup(old.layout, changed, runs), codec, on_progress)
-
-
-def encode_anchor(weights: Readable, *, on_progress: OnProgress | None = None) -> Iterator[Block]:
-    """All weights, block by block."""
-    pieces = stretches(weights.layout, elements=limits.PLANES_ELEMENTS)
-    return each(lambda runs: planes.encode(weights, runs), pieces, on_done=_counter(on_progress))
-
-
-def decode(
-    old: Weights,
-    blocks: Iterable[Block],
-    *,
-    relative: bool = True,
-    on_progress: OnProgress | None = None,
-) -> Iterator[Changes]:
-    """Verified changes, in the order of the blocks. `relative` is False for the blocks of an anchor.
-
-    MismatchError if a block does not add up against `old`: then these are not the bits that it was made against.
-    """
-
-    def one(block: Block) -> list[Changes]:
-        return _decode_block(old, block, relative=relative)
-
-    done = _counter(on_progress)
-    for parts in each(one, blocks, on_done=lambda block: done(block.runs)):
-        yield from parts
-
-
-def decode_into(
-    target: Weights,
-    old: Weights,
-    blocks: Iterable[Block],
-    *,
-    relative: bool = True,
-    on_progress: OnProgress | None = None,
-) -> None:
-    """Decode against `old` and overwrite `target`, a copy of it, block by block without staging the whole.
-
-    On an error `target` is half written: give it one that nobody else can see yet.
-    """
-
-    def one(block: Block) -> None:
-        for changes in _decode_block(old, block, relative=relative):
-            overwrite(target, changes)
-
-    done = _counter(on_progress)
-    for _ in each(one, blocks, on_done=lambda block: done(block.runs)):
-        pass
-
-
-def digest(weights: Weights, *, on_progress: OnProgress | None = None) -> StateDigest:
-    """The state digest of all weights."""
-    pieces = stretches(weights.layout, elements=limits.PLANES_ELEMENTS)
-    lanes = each(lambda runs: kernels().digest(weights.region(runs)), pieces, on_done=_counter(on_progress))
-    return sum((StateDigest(*pair) for pair in lanes), layout_digest(weights.layout))
+    return _encode(old, exp_blocks, partial(regroup, old.layout, changed), codec, on_progress)
 
 
 def _encode(
     old: Weights,
     exp_blocks: Callable[[Runs], list[Block]],
-    source: Source,
+    changes_in: Callable[[Runs], Iterator[Changes]],
     codec: str,
     on_progress: OnProgress | None,
 ) -> list[Block]:
+    def coo_blocks(tensor: Runs) -> list[Block]:
+        changes = (changes for runs in cut_runs(tensor, limits.BLOCK_ELEMENTS_MAX) for changes in changes_in(runs))
+        block = coo.encode(old, int(tensor[0, 0]), changes)
+        return [] if block is None else [block]
+
     if codec == exp.EXP:
-        encode, pieces = exp_blocks, stretches(old.layout)
+        encode, all_runs = exp_blocks, layout_runs(old.layout)
     elif codec == coo.COO:
-        encode = partial(_coo, old, source)
-        pieces = [whole_runs(old.layout, [t]) for t, spec in enumerate(old.layout.tensors) if spec.elements]
+        tensors = (whole_runs(old.layout, [ordinal]) for ordinal in range(len(old.layout.tensors)))
+        encode, all_runs = coo_blocks, [runs for runs in tensors if len(runs)]
     else:
-        raise InvalidInputError(f"no codec {codec!r} for a delta", hint=f"use {exp.EXP} or {coo.COO}")
-    found = each(encode, pieces, on_done=_counter(on_progress))
-    return [block for blocks in found for block in blocks]
+        raise InvalidInputError(
+            f"the codec of a delta must be {exp.EXP} or {coo.COO}, not {codec!r:.80}", hint=f"use {exp.EXP}"
+        )
+    return [block for blocks in each(encode, all_runs, on_done=_counter(on_progress)) for block in blocks]
 
 
 def _smallest(layout: Layout, block: Block, new: Callable[[], Region]) -> Block:
@@ -231,33 +176,75 @@ def _after(old: Weights, changes: Changes) -> Region:
     return region.holding(bits)
 
 
-def _coo(old: Weights, source: Source, runs: Runs) -> list[Block]:
-    parts = (changes for piece in cut_runs(runs, limits.BLOCK_ELEMENTS_MAX) for changes in source(piece))
-    block = coo.encode(old, int(runs[0, 0]), parts)
-    return [] if block is None else [block]
+def decode(
+    old: Weights, blocks: Iterable[Block], *, relative: bool = True, on_progress: OnProgress | None = None
+) -> Iterator[Changes]:
+    """Verified changes, in the order of the blocks. `relative` is False for the blocks of an anchor.
+
+    MismatchError if a block does not add up against `old`: then these are not the bits that it was made against.
+    """
+    done = _counter(on_progress)
+    decode_block = partial(_decode_block, old, relative=relative)
+    for decoded in each(decode_block, blocks, on_done=lambda block: done(block.runs)):
+        yield from decoded
+
+
+def decode_into(
+    target: Weights,
+    old: Weights,
+    blocks: Iterable[Block],
+    *,
+    relative: bool = True,
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Decode against `old` and overwrite `target`, a copy of it, block by block without staging the whole.
+
+    On an error `target` is half written, so give one that nothing else uses yet.
+    """
+
+    def decode_block(block: Block) -> None:
+        for changes in _decode_block(old, block, relative=relative):
+            overwrite(target, changes)
+
+    done = _counter(on_progress)
+    for _ in each(decode_block, blocks, on_done=lambda block: done(block.runs)):
+        pass
 
 
 def _decode_block(old: Weights, block: Block, *, relative: bool) -> list[Changes]:
     if block.codec == planes.PLANES:
-        parts, digest_delta = planes.decode(old, block, relative=relative)
+        decoded, digest_delta = planes.decode(old, block, relative=relative)
     elif not relative:
-        raise FormatError(f"codec {block.codec!r} in an anchor", rule="anchor.codec")
+        raise FormatError(
+            f"an anchor has a block in codec {block.codec!r:.80}; only {planes.PLANES} is allowed", rule="anchor.codec"
+        )
     elif block.codec in (exp.EXP, exp.ABS):
-        parts, digest_delta = exp.decode(old, block)
+        decoded, digest_delta = exp.decode(old, block)
     elif block.codec == coo.COO:
-        parts, digest_delta = coo.decode(old, block)
+        decoded, digest_delta = coo.decode(old, block)
     else:
-        raise FormatError(f"codec {block.codec!r} is not known", rule="block.codec", hint="upgrade deltasync")
+        raise FormatError(
+            f"this release does not know the codec {block.codec!r:.80}", rule="block.codec", hint="upgrade deltasync"
+        )
     if digest_delta != block.digest:
-        message = f"a block gives {digest_delta.hex} where {block.digest.hex} was promised"
+        message = f"a block decodes to the digest {digest_delta}, but its index says {block.digest}"
         if not relative:
             raise CorruptError(message, rule="block.digest")
         hint = "the old weights are not the ones that this delta was made against"
         raise MismatchError(message, rule="block.digest", hint=hint)
-    count = sum(len(p.values) for p in parts)
+    count = sum(len(changes.values) for changes in decoded)
     if block.codec != planes.PLANES and count != block.changed:
-        raise CorruptError(f"{count} changes where {block.changed} were promised", rule="block.changed")
-    return parts
+        raise CorruptError(
+            f"a block decodes to {count} changes, but its index says {block.changed}", rule="block.changed"
+        )
+    return decoded
+
+
+def digest(weights: Weights, *, on_progress: OnProgress | None = None) -> StateDigest:
+    """The state digest of all weights."""
+    all_runs = layout_runs(weights.layout, elements=limits.PLANES_ELEMENTS)
+    lanes = each(lambda runs: kernels().digest(weights.region(runs)), all_runs, on_done=_counter(on_progress))
+    return sum((StateDigest(*pair) for pair in lanes), layout_digest(weights.layout))
 
 
 def _counter(on_progress: OnProgress | None) -> Callable[[Runs], None]:

@@ -60,28 +60,29 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _weight_paths(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, found in the order in which transformers looks for them."""
+    """The weight files of a folder, chosen as transformers does."""
     if (folder / WHOLE_NAME).exists():
         return [folder / WHOLE_NAME]
     if (folder / INDEX_NAME).exists():
         return [folder / name for name in sorted(set(_weightmap_files(folder / INDEX_NAME).values()))]
-    found = sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" and p.is_file())
-    if not found:
+    paths = sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" and p.is_file())
+    if not paths:
         raise NotFoundError(f"there is no .safetensors file in {folder}", hint="is this a checkpoint folder?")
-    return found
+    return paths
 
 
 def _weightmap_files(path: Path) -> dict[str, str]:
-    if path.stat().st_size > limits.SAFETENSORS_HEADER_BYTES_MAX:
-        raise CorruptError(f"{path} is too large", rule="checkpoint.index")
-    found: Any = parse_object(path.read_bytes(), what=str(path), scope="checkpoint").get("weight_map")
-    if not isinstance(found, dict) or not found or not all(_is_plain_name(name) for name in found.values()):
-        raise CorruptError(f"{path} has no weight_map of file names", rule="checkpoint.index")
-    return found
+    size, most = path.stat().st_size, limits.SAFETENSORS_HEADER_BYTES_MAX
+    if size > most:
+        raise CorruptError(f"{path} has {size} bytes; at most {most} are allowed", rule="checkpoint.index")
+    weight_map: Any = parse_object(path.read_bytes(), what=str(path), scope="checkpoint").get("weight_map")
 
+    def is_plain_name(name: object) -> bool:
+        return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and os.sep not in name
 
-def _is_plain_name(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and os.sep not in name
+    if not isinstance(weight_map, dict) or not weight_map or not all(map(is_plain_name, weight_map.values())):
+        raise CorruptError(f"{path} must have a weight_map of tensors to file names", rule="checkpoint.index")
+    return weight_map
 
 
 def _read_file(path: Path) -> CheckpointFile:
@@ -95,7 +96,7 @@ def _read_file(path: Path) -> CheckpointFile:
 
 
 def _check_index(folder: Path, files: tuple[CheckpointFile, ...]) -> None:
-    """CorruptError if the index names a tensor that its file does not have. The files have the last word."""
+    """CorruptError if the index names a tensor that its file does not have; tensors that it omits are fine."""
     if [f.path.name for f in files] == [WHOLE_NAME] or not (folder / INDEX_NAME).exists():
         return
     held = {f.path.name: {e.name for e in f.header.entries} for f in files}
@@ -122,14 +123,14 @@ def _check_duplicates(files: tuple[CheckpointFile, ...]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedFiles:
-    """Mapped files: `copied` holds (file, entry, array) of tensors whose place in the file is not aligned."""
+    """Mapped files: `copied` holds (file, entry, array) of tensors that are not aligned in their file."""
 
     weights: Weights
     maps: tuple[mmap.mmap, ...]
     copied: tuple[tuple[mmap.mmap, Entry, Bits], ...]
 
     def flush(self) -> None:
-        """Hand everything that was written to the file system."""
+        """Write everything back to the files."""
         for mapped, entry, array in self.copied:
             mapped[entry.begin : entry.end] = array.tobytes()
         for mapped in self.maps:
@@ -147,7 +148,7 @@ def map_files(files: Sequence[CheckpointFile], *, writable: bool) -> MappedFiles
         maps.append(mapped)
         for entry in file.header.entries:
             bits_dtype, elements = entry.dtype.bits_dtype, entry.spec.elements
-            # NumPy has no views of nothing at the end of a buffer.
+            # NumPy refuses an empty view at the end of a buffer.
             array = np.frombuffer(mapped, bits_dtype, elements, entry.begin) if elements else np.empty(0, bits_dtype)
             if not array.flags.aligned:
                 array = array.copy()
@@ -160,17 +161,17 @@ def map_files(files: Sequence[CheckpointFile], *, writable: bool) -> MappedFiles
 
 
 SHARD_BYTES = 5_000_000_000
-"""Where a new checkpoint is split, as transformers does by default."""
+"""The size at which a new checkpoint is split into files: the default of transformers."""
 
 Fill = Callable[[Weights], None]
-"""Overwrites the weights of a checkpoint that nobody can see yet."""
+"""Overwrites the weights of a checkpoint that is not visible yet."""
 
 _OTHER_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt"})
 _HINT_OUT = "choose an output that does not exist yet"
 
 
 def write_checkpoint_like(checkpoint: Checkpoint, out: str | os.PathLike[str], fill: Fill) -> None:
-    """A copy of `checkpoint` at `out` whose weights `fill` overwrites in place, before anybody can see it.
+    """A copy of `checkpoint` at `out` whose weights `fill` overwrites before it becomes visible.
 
     `out` appears whole or not at all. Everything else in the folder (configuration, tokenizer) is copied too, but not
     weights that the checkpoint does not consist of, such as the same model in another format: they would be stale.
@@ -208,34 +209,37 @@ def companion_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     """The files of a checkpoint folder that are not weights, by their relative path."""
     if not checkpoint.is_folder:
         return {}
-    found = {}
+    files = {}
     for path in _files_below(checkpoint.path):
         name = path.relative_to(checkpoint.path).as_posix()
         if path.suffix not in _OTHER_WEIGHTS and name != INDEX_NAME and is_safe_path(name):
-            found[name] = path.read_bytes()
-    return found
+            files[name] = path.read_bytes()
+    return files
 
 
 def require_space(target: Path, nbytes: int) -> None:
-    """InvalidInputError if the disk cannot take that much more."""
+    """InvalidInputError if the disk has less free space than that."""
     folder = next(p for p in (target, *target.parents) if p.exists())
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise InvalidInputError(
-            f"{target} needs {nbytes} bytes, {free} are free there", hint="free some space, or choose another output"
+            f"{target} needs {nbytes} bytes, but only {free} are free there",
+            hint="free some space, or choose another output",
         )
 
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """A hidden place beside `target` that takes its name once the block has ended well and all is on disk."""
+    """A hidden path beside `target` that is synced and renamed to it when the block ends without an error."""
     with temporary_beside(target) as temporary:
         yield temporary
         _sync(temporary)
         try:
             os.replace(temporary, target)
         except OSError as error:
-            raise InvalidInputError(f"cannot put the output at {target}: {error.strerror}", hint=_HINT_OUT) from error
+            raise InvalidInputError(
+                f"the output cannot be renamed to {target}: {error.strerror}", hint=_HINT_OUT
+            ) from error
     sync_folder(target.parent)
 
 
@@ -246,7 +250,7 @@ def _fill(files: list[CheckpointFile], fill: Fill) -> None:
 
 
 def _named_shards(layout: Layout, folder: Path) -> list[tuple[str, list[TensorSpec]]]:
-    """Names and tensors of the files; more than one get an index, as transformers reads it."""
+    """The names and tensors of the files; writes the index of transformers if there are several."""
     shards: list[list[TensorSpec]] = [[]]
     for spec in layout.tensors:
         if shards[-1] and sum(s.nbytes for s in shards[-1]) + spec.nbytes > SHARD_BYTES:
@@ -263,13 +267,12 @@ def _named_shards(layout: Layout, folder: Path) -> list[tuple[str, list[TensorSp
 
 
 def create_file(path: Path, specs: Sequence[TensorSpec]) -> CheckpointFile:
-    """A new safetensors file of zeros, as far as the file system can without writing them."""
+    """A new safetensors file of zeros, sparse where the file system can do that."""
     with path.open("xb") as file:
         head = header_bytes(specs, {"format": "pt"})
         file.write(head)
         file.truncate(len(head) + sum(spec.nbytes for spec in specs))
-    with path.open("rb") as file:
-        return CheckpointFile(path, read_header(reader(file.fileno()), os.fstat(file.fileno()).st_size))
+    return _read_file(path)
 
 
 def _require_free(target: Path, *, is_folder: bool) -> None:
@@ -277,12 +280,12 @@ def _require_free(target: Path, *, is_folder: bool) -> None:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise InvalidInputError(f"{target} exists and is not an empty folder", hint=_HINT_OUT)
     elif target.is_dir():
-        raise InvalidInputError(f"{target} is a folder, but the checkpoint is one file", hint="name a file")
+        raise InvalidInputError(f"{target} is a folder, but the checkpoint is one file", hint="give the path of a file")
 
 
 def _copy_folder(checkpoint: Checkpoint, target: Path) -> None:
     ours = {f.path.name for f in checkpoint.files}
-    # Listed before the first folder is made: the output may lie inside the source.
+    # Listed before the output folder is made, which may lie inside the source.
     sources = [
         path
         for path in _files_below(checkpoint.path)
@@ -304,7 +307,7 @@ def _sync(path: Path) -> None:
 
 
 def _files_below(path: Path) -> Iterator[Path]:
-    """All files in a folder, links to files included, hidden folders left out; or the one file."""
+    """All files below a folder, including links to files, without hidden folders; or the file itself."""
     if path.is_file():
         yield path
         return
@@ -314,21 +317,21 @@ def _files_below(path: Path) -> Iterator[Path]:
 
 
 def mapped_weights(layout: Layout, path: Path) -> Weights:
-    """What the file at `path` holds; one that is missing or has another layout is replaced by zeros.
+    """The writable weights in the file at `path`; a file that is missing or has another layout is replaced by zeros.
 
-    Whether its bits are those of a version is for the caller to prove.
+    The caller has to prove which version the bits are of.
     """
     if mapped_layout(path) != layout:
         require_space(path, layout.nbytes)
         with temporary_beside(path) as temporary:
-            # The widest first: then all are aligned, and every one is mapped.
+            # Widest first, so that every tensor is aligned and can be mapped.
             create_file(temporary, sorted(layout.tensors, key=lambda spec: -spec.dtype.width))
             temporary.replace(path)
     return map_files(open_checkpoint(path).files, writable=True).weights
 
 
 def mapped_layout(path: Path) -> Layout | None:
-    """The layout of such a file; None if there is none that can be read."""
+    """The layout of the file at `path`; None if it cannot be read."""
     try:
         return open_checkpoint(path).weights.layout
     except (CorruptError, FormatError, NotFoundError):

@@ -7,9 +7,10 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-from deltasync.errors import CorruptError, InvalidInputError
+from deltasync.errors import InvalidInputError
 from deltasync.format.safetensors import Read
 
 _COPY_BYTES = 1 << 30
@@ -17,7 +18,7 @@ _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPN
 
 
 def atomic_write(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
-    """Write a file and return its size. An older file at `path` stays until the new one is on disk."""
+    """Write the chunks to a file and return its size. An older file at `path` stays until the new one is on disk."""
     with temporary_beside(path) as temporary:
         size = 0
         with temporary.open("xb") as file:
@@ -33,7 +34,7 @@ def atomic_write(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
 
 @contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """A name in the folder of `path` that nobody uses. What is there at the end of the block is removed."""
+    """An unused hidden path in the folder of `path`. Whatever is there at the end of the block is removed."""
     if not path.parent.is_dir():
         raise InvalidInputError(f"{path.parent} is not a folder", hint="create it, or choose another output")
     temporary = path.parent / f".{path.name[:100]}.{secrets.token_hex(6)}.tmp"
@@ -49,10 +50,10 @@ def temporary_beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Only one at a time, of all processes of this machine, works on `path`.
+    """Lock `path` against all other users on this machine, in this process and others.
 
-    InvalidInputError if it is taken, unless it is to be waited for. The lock is a file beside it, which stays. It is
-    given back at the end of the block, also by a process that dies.
+    InvalidInputError if it is locked already; with `wait`, wait for it instead. The lock is a file beside `path`, which
+    stays. The block's end releases it, and so does the death of the process.
     """
     if sys.platform == "win32":
         yield
@@ -72,7 +73,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy the content (of what a link points to) inside the kernel, which shares the blocks where it can."""
+    """Copy a file, or what a link points to, inside the kernel, which shares its disk blocks where it can."""
     with source.open("rb") as reader, target.open("xb") as writer:
         if _copy_in_kernel(reader.fileno(), writer.fileno()):
             return
@@ -93,7 +94,7 @@ def sync_folder(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network file systems keep names safe by themselves and know no such call.
+        # Some network file systems do this by themselves and have no such call.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     finally:
@@ -101,20 +102,21 @@ def sync_folder(path: Path) -> None:
 
 
 def reader(fd: int) -> Read:
-    """Ranges of an open file."""
+    """A function that reads ranges of an open file."""
+    return partial(read_range, fd)
 
-    def read(offset: int, length: int) -> bytes:
-        parts, left = [], length
-        while left:
-            # Linux reads at most 2 GiB at once.
-            part = os.pread(fd, left, offset + length - left)
-            if not part:
-                raise CorruptError(f"the file ends before byte {offset + length}", rule="safetensors.truncated")
-            parts.append(part)
-            left -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    return read
+def read_range(fd: int, offset: int, length: int) -> bytes:
+    """`length` bytes of an open file from `offset` on, or fewer where the file ends."""
+    chunks, left = [], length
+    while left:
+        # Linux reads at most 2 GiB at once.
+        chunk = os.pread(fd, left, offset + length - left)
+        if not chunk:
+            break
+        chunks.append(chunk)
+        left -= len(chunk)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def _copy_in_kernel(source: int, target: int) -> bool:
@@ -129,6 +131,6 @@ def _copy_in_kernel(source: int, target: int) -> bool:
                 return False
             raise
         if done == 0:
-            # Some file systems say 0 for files whose size they do not know beforehand.
+            # Some file systems return 0 for files whose size they do not know beforehand.
             return copied == os.fstat(source).st_size and copied > 0
         copied += done

@@ -30,7 +30,7 @@ Delta = bytes | bytearray | memoryview | PathLike
 
 
 def diff(old: State, new: State, *, codec: str = "exp/1", progress: Progress | None = None) -> bytes:
-    """The delta that turns `old` into `new`: a payload, to be stored or sent as a file.
+    """The delta that turns `old` into `new`, as the bytes of a payload file.
 
     `codec` is "exp/1" (smallest) or "coo/1" (plain indices and values). MismatchError names the first tensor whose
     name, type or shape differs.
@@ -41,14 +41,14 @@ def diff(old: State, new: State, *, codec: str = "exp/1", progress: Progress | N
 def diff_chunks(
     old: State, new: State, *, codec: str = "exp/1", progress: Progress | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of `diff` in pieces, for a file."""
+    """The bytes of `diff` as consecutive buffers, to be written to a file."""
     before, after = _weights_of(old, "old"), _weights_of(new, "new")
     before.layout.require_equal(after.layout, ours=_called(old, "old"), theirs=_called(new, "new"))
     total = before.layout.elements
     parent = blocks.digest(before, on_progress=counting(progress, "digest", total))
-    found = blocks.encode_delta(before, after, codec=codec, on_progress=counting(progress, "encode", total))
-    digest = sum((block.digest for block in found), parent)
-    return payload_chunks(PayloadHeader("delta", before.layout, parent, digest), found)
+    encoded = blocks.encode_delta(before, after, codec=codec, on_progress=counting(progress, "encode", total))
+    state_digest = sum((block.digest for block in encoded), parent)
+    return payload_chunks(PayloadHeader("delta", before.layout, parent, state_digest), encoded)
 
 
 def apply(
@@ -58,15 +58,17 @@ def apply(
     out: PathLike | None = None,
     progress: Progress | None = None,
 ) -> dict[str, np.ndarray]:
-    """The state that `delta` (the bytes of a payload, or its path) makes of `old`, which stays as it is.
+    """The state that results when `delta`, the bytes of a payload or its path, is applied to `old`.
+
+    `old` itself does not change.
 
     Without `out`: a dict of new arrays of the types and shapes of `old`. For a checkpoint path, types that NumPy does
-    not have come as raw bits (BF16 as uint16, the 8-bit floats as uint8): see them with `.view(ml_dtypes.bfloat16)`.
+    not have are raw bits (BF16 as uint16, the 8-bit floats as uint8): view them with `.view(ml_dtypes.bfloat16)`.
 
     With `out`: `old` must be a checkpoint path; a checkpoint of the same structure appears at `out`, whole or not at
     all, and the dict is empty.
 
-    MismatchError if `old` is not the very state that the delta was made against. An anchor needs the layout only.
+    MismatchError if `old` is not the state that the delta was made against. For an anchor the layout must match.
     """
     with open_payload(delta) as payload:
         if out is None:
@@ -76,7 +78,7 @@ def apply(
             _decode_into(after, before, payload, progress)
             return _arrays(after, old)
         if isinstance(old, Mapping):
-            raise InvalidInputError("only a checkpoint can be written to a path", hint="leave out `out`")
+            raise InvalidInputError("with `out`, the old state must be a checkpoint path", hint="leave out `out`")
         checkpoint = open_checkpoint(old)
         _require_parent(checkpoint.weights, payload.header, old, progress)
         write_checkpoint_like(
@@ -86,7 +88,7 @@ def apply(
 
 
 def digest(state: State, *, progress: Progress | None = None) -> StateDigest:
-    """The state digest: equal digests mean equal names, types, shapes and bits (by accident, not by malice)."""
+    """The state digest of all names, types, shapes and bits. It finds accidental differences, not malicious ones."""
     weights = _weights_of(state, "")
     return blocks.digest(weights, on_progress=counting(progress, "digest", weights.layout.elements))
 
@@ -109,15 +111,16 @@ def open_payload(source: Delta) -> Iterator[Payload]:
 def _require_parent(before: Weights, header: PayloadHeader, old: State, progress: Progress | None) -> None:
     if header.kind == "shard":
         raise InvalidInputError(
-            "this is one shard of an anchor", hint="`deltasync restore` puts a feed's anchors together"
+            "this payload is one shard of an anchor, not a delta or a whole anchor",
+            hint="use `deltasync restore` on the feed",
         )
     before.layout.require_equal(header.layout, ours=_called(old, "old"), theirs="the delta")
     if header.parent_digest is None:
         return
-    found = blocks.digest(before, on_progress=counting(progress, "digest", before.layout.elements))
-    if found != header.parent_digest:
+    old_digest = blocks.digest(before, on_progress=counting(progress, "digest", before.layout.elements))
+    if old_digest != header.parent_digest:
         raise MismatchError(
-            f"{_called(old, 'old')} has the digest {found}, but the delta was made against {header.parent_digest}",
+            f"{_called(old, 'old')} has the digest {old_digest}, but the delta was made against {header.parent_digest}",
             rule="payload.parent",
             hint="apply it to the state that it was made against",
         )
@@ -137,18 +140,16 @@ def _weights_of(state: State, role: str) -> Weights:
     if not isinstance(state, Mapping):
         return open_checkpoint(state).weights
     for name, array in state.items():
-        _check_array(name, array, role)
+        where = f"tensor {name!r:.200} of the {role} state" if role else f"tensor {name!r:.200}"
+        if not isinstance(name, str) or any("\ud800" <= c <= "\udfff" for c in name):
+            raise InvalidInputError(f"the name of {where} must be a str that UTF-8 can encode")
+        if not isinstance(array, np.ndarray):
+            raise InvalidInputError(
+                f"{where} must be a NumPy array, not {type(array).__qualname__}", hint="convert it with numpy.asarray"
+            )
+        if array.dtype.byteorder == ">":
+            raise InvalidInputError(f"{where} must be little-endian, not big-endian", hint="convert it with astype")
     return Weights.of(state)
-
-
-def _check_array(name: Any, array: Any, role: str) -> None:
-    where = f"tensor {name!r:.200} of the {role} state" if role else f"tensor {name!r:.200}"
-    if not isinstance(name, str) or any("\ud800" <= c <= "\udfff" for c in name):
-        raise InvalidInputError(f"{where}: a name is a text that UTF-8 can hold")
-    if not isinstance(array, np.ndarray):
-        raise InvalidInputError(f"{where} is a {type(array).__qualname__}", hint="give NumPy arrays")
-    if array.dtype.byteorder == ">":
-        raise InvalidInputError(f"{where} is big-endian", hint="convert it with astype")
 
 
 def _called(state: State, role: str) -> str:
@@ -156,7 +157,7 @@ def _called(state: State, role: str) -> str:
 
 
 def _arrays(weights: Weights, old: State) -> dict[str, np.ndarray]:
-    """Shaped arrays: typed like those of the dict `old` and in its order, or as NumPy can type them."""
+    """Arrays of the original shapes: of the types and in the order of the dict `old`, or of types that NumPy has."""
     ordinals = weights.layout.ordinals
     if isinstance(old, Mapping):
         return {
@@ -190,7 +191,7 @@ class CodecSummary:
 
 @dataclass(frozen=True, slots=True)
 class BlockSummary:
-    """One block: `first` is where it begins (tensor name, flat index), `tensors` how many it touches."""
+    """One block: `first` is where it begins (tensor name, flat index), `tensors` the number that it covers."""
 
     codec: str
     first: tuple[str, int]
@@ -258,19 +259,15 @@ class Inspection:
 
 
 def inspect(payload: Delta) -> Inspection:
-    """Summarise a payload, given as its bytes or its path. Every rule that needs no weights is checked."""
+    """Summarize a payload, given as its bytes or its path. Every rule that needs no weights is checked."""
     with open_payload(payload) as opened:
-        return _summary(opened)
-
-
-def _summary(payload: Payload) -> Inspection:
-    header, infos = payload.header, payload.block_infos
+        header, infos = opened.header, opened.block_infos
     return Inspection(
         kind=header.kind,
         layout=header.layout,
         parent_digest=header.parent_digest,
         digest=header.digest,
-        nbytes=payload.nbytes,
+        nbytes=opened.nbytes,
         codecs=_codecs(infos),
         blocks=tuple(_block(header.layout, info) for info in infos),
         tensors=_tensors(header.layout, infos),

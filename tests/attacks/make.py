@@ -20,7 +20,7 @@ sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE.parent / "vectors"))
 
 from negative import NEW, OLD, good_block  # noqa: E402
-from support.helpers import Pieces, mutated  # noqa: E402
+from support.helpers import Pieces, anchor_blocks, mutated  # noqa: E402
 
 from deltasync import blocks  # noqa: E402
 from deltasync.format.digest import StateDigest  # noqa: E402
@@ -123,8 +123,8 @@ def other_parent() -> bytes:
 def anchor_of_others() -> bytes:
     """An anchor whose blocks promise one state and hold another."""
     zeros = Weights(OLD.layout, tuple(a * 0 for a in OLD.arrays))
-    found = list(blocks.encode_anchor(OLD))
-    held = [b.data for b in blocks.encode_anchor(zeros)]
+    found = anchor_blocks(OLD)
+    held = [b.data for b in anchor_blocks(zeros)]
     swapped = [Block(b.codec, b.runs, b.changed, b.digest, data) for b, data in zip(found, held, strict=True)]
     return write_payload(PayloadHeader("anchor", OLD.layout, None, blocks.digest(OLD)), swapped)
 
@@ -137,7 +137,7 @@ def anchor_with_a_hole() -> bytes:
         p.metadata["changed"] = "399"
 
     sound = PayloadHeader("anchor", OLD.layout, None, blocks.digest(OLD))
-    return mutated(write_payload(sound, list(blocks.encode_anchor(OLD))), change)
+    return mutated(write_payload(sound, anchor_blocks(OLD)), change)
 
 
 def one_more_tensor(p: Pieces) -> None:

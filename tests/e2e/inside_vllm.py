@@ -44,7 +44,7 @@ def stacked_experts(old: str, new: str) -> dict[str, Any]:
     import torch
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    from deltasync.blocks import detect, stretches
+    from deltasync.blocks import detect, layout_runs
     from deltasync.checkpoint import open_checkpoint
     from deltasync.vllm.stage import write_stage
     from deltasync.vllm.target import EngineMap, Rank
@@ -58,7 +58,7 @@ def stacked_experts(old: str, new: str) -> dict[str, Any]:
     known = EngineMap(before.layout, [Rank.from_json(runtime.describe(before.layout.to_json()))])
     known.require_served()
     known.keep(runtime.prove(old))
-    changes = [found for stretch in stretches(before.layout) for found in detect(before, after, stretch)]
+    changes = [found for stretch in layout_runs(before.layout) for found in detect(before, after, stretch)]
     with tempfile.TemporaryDirectory() as folder:
         stage = Path(folder) / "stage.safetensors"
         write_stage(stage, known.segments(0, changes))

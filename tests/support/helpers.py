@@ -12,12 +12,15 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 
+from deltasync.blocks import layout_runs
+from deltasync.codecs import planes
+from deltasync.format import limits
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.layout import DTYPES, Layout, TensorSpec, dtype_of
 from deltasync.format.payload import Block, PayloadHeader, write_payload
 from deltasync.format.safetensors import header_bytes, parse_header
 from deltasync.format.sealed import sealed
-from deltasync.format.weights import Bits, Positions, Region
+from deltasync.format.weights import Bits, Positions, Region, Weights
 from deltasync.kernels import rans, reference
 from deltasync.kernels.rans import ByteReader, varint
 
@@ -234,3 +237,8 @@ def encode_with(thresholds: Sequence[int], old: Region, positions: Positions, va
     with mock.patch.object(reference, "choose", return_value=np.array(thresholds, np.uint8)):
         absolute, data, _ = reference.encode_changes(old, positions, values)
     return absolute, data
+
+
+def anchor_blocks(weights: Weights) -> list[Block]:
+    """All weights as the blocks of an anchor."""
+    return [planes.encode(weights, runs) for runs in layout_runs(weights.layout, elements=limits.PLANES_ELEMENTS)]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.feeds import Feed, flip, rank_blocks, refused, same_weights
-from support.helpers import state
+from support.helpers import anchor_blocks, state
 
 from deltasync import blocks
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
@@ -167,7 +167,7 @@ def test_shards_that_do_not_belong(how: str, rule: str | None) -> None:
     feed = Feed()
     feed.anchor(tensors)
     weights = feed.states[0]
-    found = list(blocks.encode_anchor(weights))
+    found = anchor_blocks(weights)
     zeros = next(b for b in found if weights.layout.tensors[b.runs[0, 0]].name == "layer.0.fp8")
     others = [b for b in found if b is not zeros]
     whole = PayloadHeader("anchor", weights.layout, None, blocks.digest(weights), 1)

@@ -5,6 +5,7 @@ import pytest
 
 from deltasync import files
 from deltasync.errors import CorruptError, InvalidInputError
+from deltasync.format.safetensors import read_exactly
 
 
 def names(folder: Path) -> list[str]:
@@ -67,5 +68,7 @@ def test_ranges(tmp_path: Path) -> None:
         read = files.reader(file.fileno())
         assert read(2, 3) == b"234"
         assert read(10, 0) == b""
-        with pytest.raises(CorruptError):
-            read(8, 3)
+        assert read(8, 3) == b"89"
+        with pytest.raises(CorruptError) as caught:
+            read_exactly(read, 8, 3)
+        assert caught.value.rule == "safetensors.truncated"

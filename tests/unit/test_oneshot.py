@@ -9,6 +9,7 @@ from support.helpers import (
     BF16,
     LAYOUT,
     State,
+    anchor_blocks,
     changed,
     safetensors_bytes,
     same_bits,
@@ -18,7 +19,6 @@ from support.helpers import (
 )
 
 import deltasync
-from deltasync import blocks
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.format.payload import Payload, PayloadHeader, write_payload
 from deltasync.format.weights import Weights
@@ -135,7 +135,7 @@ def test_an_anchor_needs_the_layout_only(tmp_path: Path) -> None:
     new = state(5)
     weights = Weights.of(new)
     header = PayloadHeader("anchor", weights.layout, None, deltasync.digest(new))
-    anchor = write_payload(header, list(blocks.encode_anchor(weights)))
+    anchor = write_payload(header, anchor_blocks(weights))
     assert same_bits(deltasync.apply(state(0), anchor), new)
     assert same_bits(deltasync.apply(new, anchor), new)
     with pytest.raises(MismatchError):

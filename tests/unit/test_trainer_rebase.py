@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync.blocks import Changed, check_changed, detect, stretches
+from deltasync.blocks import Changed, check_changed, detect, layout_runs
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.weights import Changes, Weights, index_dtype
 from deltasync.trainer import capture as module
@@ -122,7 +122,7 @@ def test_tensors_of_finds_what_the_plain_way_finds(drawn: tuple[int, int], eleme
     seed, values = drawn
     rng = np.random.default_rng(seed)
     old, new = weights(rng, values), weights(rng, values)
-    captured = [changes for piece in stretches(LAYOUT, elements=elements) for changes in detect(old, new, piece)]
+    captured = [changes for piece in layout_runs(LAYOUT, elements=elements) for changes in detect(old, new, piece)]
     found = dict(tensors_of(LAYOUT, captured))
     assert plain(found) == plain(differences(old, new))
     check_changed(LAYOUT, found)

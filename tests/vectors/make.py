@@ -21,6 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE))
 
 from negative import NEGATIVE, OLD, bad_block  # noqa: E402
+from support.helpers import anchor_blocks  # noqa: E402
 from support.strategies import Look, Move, random_bits, random_change, special_bits  # noqa: E402
 
 from deltasync import blocks  # noqa: E402
@@ -127,7 +128,7 @@ def described(payload: str) -> list[dict[str, Any]]:
 def vector(name: str, old: Weights | None, new: Weights, codec: str, paths: tuple[str, str]) -> dict[str, Any]:
     """One positive vector: a delta, or an anchor if there is nothing old."""
     parent = None if old is None else blocks.digest(old)
-    found = list(blocks.encode_anchor(new)) if old is None else blocks.encode_delta(old, new, codec=codec)
+    found = anchor_blocks(new) if old is None else blocks.encode_delta(old, new, codec=codec)
     digest = blocks.digest(new)
     payload = write_vector(name, PayloadHeader("delta" if old else "anchor", new.layout, parent, digest), found)
     return {

@@ -10,7 +10,7 @@ import numpy as np
 from support.helpers import ChangesParts, encode_with, numbers
 from support.strategies import random_bits, random_change
 
-from deltasync.blocks import detect, stretches
+from deltasync.blocks import detect, layout_runs
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
@@ -39,7 +39,7 @@ OLD, NEW = states()
 
 def _changes(name: str) -> Changes:
     ordinal = OLD.layout.ordinals[name]
-    [runs] = [runs for runs in stretches(OLD.layout) if runs[0, 0] == ordinal]
+    [runs] = [runs for runs in layout_runs(OLD.layout) if runs[0, 0] == ordinal]
     [found] = detect(OLD, NEW, runs)
     return found
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.helpers import anchor_blocks
 
 from deltasync import blocks
 from deltasync.checkpoint import open_checkpoint
@@ -54,7 +55,7 @@ def test_digests(vector: dict[str, Any]) -> None:
 def test_a_writer_writes_them(vector: dict[str, Any]) -> None:
     old, new = state(vector["old"]), state(vector["new"])
     if vector["parent_digest"] is None:
-        found = list(blocks.encode_anchor(new))
+        found = anchor_blocks(new)
     else:
         found = blocks.encode_delta(old, new, codec=vector["codec"])
     golden = payload(vector)

@@ -1,7 +1,7 @@
-"""`exp/1`: changes conditioned on what the receiver has, the old exponents. `abs/1`: the same with absolute values.
+"""`exp/1`: changes, conditioned on the old exponents, which the receiver has. `abs/1`: the same with absolute values.
 
 Inside each class of old exponents the gaps between changed elements are coded, then the steps in units in the last
-place (`exp/1`) or the new bits by themselves (`abs/1`), whichever is smaller.
+place (`exp/1`) or the new bits as they are (`abs/1`), whichever is smaller.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ ABS = "abs/1"
 def encode(old: Weights, changes: Changes) -> Block:
     """One block, `exp/1` or `abs/1`."""
     if changes.positions is None:
-        raise InvalidInputError("exp/1 codes changed elements, not all elements")
+        raise InvalidInputError("exp/1 codes changed elements: the changes must have positions")
     absolute, data, lanes = kernels().encode_changes(old.region(changes.runs), changes.positions, changes.values)
     return Block(
         codec=ABS if absolute else EXP,
@@ -31,17 +31,17 @@ def encode(old: Weights, changes: Changes) -> Block:
     )
 
 
-def encode_difference(old: Weights, new: Weights, stretch: Runs) -> Iterator[Block]:
-    """The blocks of one stretch, as `detect` cuts them and `encode` codes them, in one pass over memory."""
-    before, after = old.region(stretch), new.region(stretch)
+def encode_difference(old: Weights, new: Weights, runs: Runs) -> Iterator[Block]:
+    """The blocks of `runs`, as `detect` cuts them and `encode` codes them, in one pass over memory."""
+    before, after = old.region(runs), new.region(runs)
     start, elements = 0, before.elements
     while start < elements:
         changed, stop, absolute, data, lanes = kernels().encode_difference(
             before, after, start, cell=limits.CELL_ELEMENTS, enough=limits.BLOCK_CHANGES_SOFT
         )
         if changed:
-            runs = slice_runs(stretch, start, stop)
-            yield Block(ABS if absolute else EXP, runs, changed, StateDigest(*lanes), data)
+            covered = slice_runs(runs, start, stop)
+            yield Block(ABS if absolute else EXP, covered, changed, StateDigest(*lanes), data)
         start = stop
 
 

@@ -26,7 +26,7 @@ def encode(new: Readable, runs: Runs) -> Block:
 
 
 def encode_whole(block: Block, new: Region) -> Block:
-    """The same change as `block`, told by all of its elements after it."""
+    """The same change as `block`, given as all of its elements after the change."""
     return replace(block, codec=PLANES, data=kernels().encode_planes(new))
 
 

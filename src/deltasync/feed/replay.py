@@ -49,7 +49,7 @@ def decode_edge(
     if base is not None:
         base.layout.require_equal(weights.layout, ours="the base", theirs="the weights")
         whole = partial(_whole, base)
-        yield None, each(whole, blocks.stretches(base.layout, elements=limits.PLANES_ELEMENTS))
+        yield None, each(whole, blocks.layout_runs(base.layout, elements=limits.PLANES_ELEMENTS))
     for ref in edge.manifest.payloads:
         if ref.sha256 not in applied:
             payload = next(payloads)

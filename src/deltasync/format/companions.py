@@ -18,11 +18,13 @@ def write_files(files: Mapping[str, bytes]) -> bytes:
     """Files by their relative path, as one object; equal files give equal bytes."""
     for path in files:
         if not is_safe_path(path):
-            raise InvalidInputError(f"{path!r:.200} cannot be sent beside weights", rule="files.path")
+            raise InvalidInputError(
+                f"{path!r:.200} must be a relative path inside the folder, and not name weights", rule="files.path"
+            )
     nbytes = sum(map(len, files.values()))
     if nbytes > limits.FILES_BYTES_MAX:
         raise InvalidInputError(
-            f"the files beside the weights have {nbytes} bytes, at most {limits.FILES_BYTES_MAX} are allowed",
+            f"the files beside the weights have {nbytes} bytes; at most {limits.FILES_BYTES_MAX} are allowed",
             rule="files.size",
             hint="move what is not needed to load the model out of the folder",
         )
@@ -34,13 +36,15 @@ def write_files(files: Mapping[str, bytes]) -> bytes:
 def read_files(data: bytes | memoryview) -> dict[str, bytes]:
     """The inverse of `write_files`. No path leads out of the folder, and none names weights."""
     if len(data) > limits.FILES_BYTES_MAX + limits.SAFETENSORS_HEADER_BYTES_MAX:
-        raise CorruptError(f"files beside the weights of {len(data)} bytes", rule="files.size")
+        raise CorruptError(
+            f"the files beside the weights have {len(data)} bytes, which are too many", rule="files.size"
+        )
     header = parse_header(data)
     if header.metadata.get("format") != FORMAT or header.metadata.get("kind") != KIND:
-        raise FormatError(f"not an object of format {FORMAT} and kind {KIND}", rule="files.format")
+        raise FormatError(f"the object must have the format {FORMAT} and the kind {KIND}", rule="files.format")
     for entry in header.entries:
         if not is_safe_path(entry.name) or entry.dtype.name != "U8" or len(entry.shape) != 1:
-            raise CorruptError(f"{entry.spec!s:.200} is not a file beside weights", rule="files.path")
+            raise CorruptError(f"{entry.spec!s:.200} cannot be a file beside the weights", rule="files.path")
     return {entry.name: bytes(data[entry.begin : entry.end]) for entry in header.entries}
 
 

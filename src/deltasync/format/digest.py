@@ -22,14 +22,14 @@ class StateDigest:
 
     @classmethod
     def of(cls, lanes: tuple[int, int]) -> "StateDigest":
-        """From the sums that the kernels give, reduced modulo 2^64."""
+        """From sums of lanes, reduced modulo 2^64."""
         return cls(lanes[0] & _LANE_MASK, lanes[1] & _LANE_MASK)
 
     @classmethod
     def from_hex(cls, text: object) -> "StateDigest":
         """The inverse of `hex`; FormatError on anything but 32 lower-case hex digits."""
         if not isinstance(text, str) or _HEX.fullmatch(text) is None:
-            raise FormatError(f"{text!r:.80} is not a state digest of 32 hex digits", rule="digest.hex")
+            raise FormatError(f"a state digest must be 32 lower-case hex digits, not {text!r:.80}", rule="digest.hex")
         return cls(int(text[:16], 16), int(text[16:], 16))
 
     @property

@@ -16,14 +16,17 @@ from deltasync.format.weights import Runs
 
 
 def pack_runs(runs: Runs) -> list[list[int]]:
-    """The JSON form. Greedy, so that equal runs give equal bytes."""
+    """The JSON form: [tensor, start, count], and [..., stride, repeat] for runs at one stride.
+
+    Strided runs are formed greedily, so that equal runs give equal bytes.
+    """
     packed: list[list[int]] = []
     rows = runs.tolist()
     tensor, start, count = (runs[:, i] for i in range(3))
     stride = np.diff(start)
     joined = (np.diff(tensor) == 0) & (np.diff(count) == 0) & (stride >= count[:-1])
     stride = np.where(joined, stride, -1)
-    # A segment is a maximal range of neighbours at one stride; the row that two segments share goes to the first.
+    # Rows from one edge to the next are at one stride. A row that two such ranges share goes to the first.
     edges = np.flatnonzero(np.diff(stride)) + 1
     free = 0
     for first, last in zip((0, *edges.tolist()), (*edges.tolist(), len(stride)), strict=True):
@@ -40,26 +43,28 @@ def pack_runs(runs: Runs) -> list[list[int]]:
 
 
 def unpack_runs(value: Any, layout: Layout, *, elements_max: int, runs_max: int) -> Runs:
-    """The inverse of `pack_runs`. Everything is checked before anything is spelled out.
+    """The inverse of `pack_runs`. Everything is checked before strided runs are expanded.
 
-    CorruptError unless every run is well formed and inside its tensor, all tensors have one element type, and the
-    runs have at most `elements_max` elements in at most `runs_max` pieces.
+    CorruptError unless every run is well formed and inside its tensor, all tensors have one element type, and they
+    have at most `elements_max` elements in at most `runs_max` runs.
     """
     if not isinstance(value, list) or not value:
-        raise CorruptError("a block has no list of runs", rule="runs.entry")
+        raise CorruptError("runs of a block must be a list that is not empty", rule="runs.entry")
     checked = [_checked(item, layout) for item in value]
-    pieces = sum(repeat for *_, repeat in checked)
+    runs = sum(repeat for *_, repeat in checked)
     elements = sum(count * repeat for _, _, count, _, repeat in checked)
     if elements > elements_max:
-        raise CorruptError(f"a block of {elements} elements, at most {elements_max} are allowed", rule="runs.elements")
-    if pieces > runs_max:
-        raise CorruptError(f"more than {limits.RUNS_MAX} runs in a payload", rule="runs.pieces")
+        raise CorruptError(f"a block has {elements} elements; at most {elements_max} are allowed", rule="runs.elements")
+    if runs > runs_max:
+        raise CorruptError(
+            f"a payload has more than {limits.RUNS_MAX} runs, the most that are allowed", rule="runs.pieces"
+        )
     dtypes = {layout.tensors[tensor].dtype.name for tensor, *_ in checked}
     if len(dtypes) != 1:
-        raise CorruptError(f"a block mixes the types {', '.join(sorted(dtypes))}", rule="runs.dtype")
+        raise CorruptError(f"a block must have one element type, not {', '.join(sorted(dtypes))}", rule="runs.dtype")
     table = np.array(checked, np.int64)
     row = np.repeat(np.arange(len(table)), table[:, 4])
-    step = np.arange(pieces) - np.repeat(np.cumsum(table[:, 4]) - table[:, 4], table[:, 4])
+    step = np.arange(runs) - np.repeat(np.cumsum(table[:, 4]) - table[:, 4], table[:, 4])
     return np.column_stack((table[row, 0], table[row, 1] + step * table[row, 3], table[row, 2]))
 
 
@@ -78,26 +83,30 @@ def require_disjoint(all_runs: Sequence[Runs], layout: Layout) -> None:
 
 
 def elements_of(runs: Runs) -> int:
-    """How many elements the runs cover."""
+    """The number of elements that the runs cover."""
     return int(runs[:, 2].sum())
 
 
 def _checked(item: Any, layout: Layout) -> tuple[int, int, int, int, int]:
     """(tensor, start, count, stride, repeat), each inside its bounds."""
     if not isinstance(item, list) or len(item) not in (3, 5) or not _counts(item):
-        raise CorruptError(f"a run is {item!r:.120}, not 3 or 5 numbers", rule="runs.entry")
+        raise CorruptError(f"a run must be 3 or 5 whole numbers, not {item!r:.120}", rule="runs.entry")
     tensor, start, count, stride, repeat = item if len(item) == 5 else (*item, item[2], 1)
     if tensor >= len(layout.tensors):
-        raise CorruptError(f"a run in tensor {tensor} of {len(layout.tensors)}", rule="runs.tensor")
+        raise CorruptError(f"a run is in tensor {tensor}, but the layout has {len(layout.tensors)}", rule="runs.tensor")
     if count == 0:
-        raise CorruptError(f"an empty run in tensor {tensor}", rule="runs.empty")
+        raise CorruptError(f"a run in tensor {tensor} has no elements", rule="runs.empty")
     if len(item) == 5 and (repeat < 2 or stride < count):
-        raise CorruptError(f"a run of {count} elements, {repeat} times at stride {stride}", rule="runs.stride")
+        raise CorruptError(
+            f"a run of {count} elements has stride {stride} and repeat {repeat}; a stride must be at least the number "
+            "of elements, and a repeat at least 2",
+            rule="runs.stride",
+        )
     end = start + (repeat - 1) * stride + count
     spec = layout.tensors[tensor]
     if end > spec.elements:
         raise CorruptError(
-            f"a run ends at element {end} of {spec.elements} in tensor {spec.name!r:.200}", rule="runs.range"
+            f"a run ends at element {end} of tensor {spec.name!r:.200}, which has {spec.elements}", rule="runs.range"
         )
     return tensor, start, count, stride, repeat
 
@@ -143,7 +152,11 @@ def encode_index(layout: Layout, records: Sequence[BlockRecord]) -> bytes:
     ]
     text = canonical_json({"layout": layout.to_json(), "blocks": blocks})
     if len(text) > limits.INDEX_BYTES_MAX:
-        raise FormatError(f"an index of {len(text)} bytes", rule="index.size", hint="publish in several payloads")
+        raise FormatError(
+            f"the index has {len(text)} bytes; at most {limits.INDEX_BYTES_MAX} are allowed",
+            rule="index.size",
+            hint="publish in several payloads",
+        )
     return zlib.compress(text, 9)
 
 
@@ -170,28 +183,35 @@ def _inflate(data: bytes) -> bytes:
     except zlib.error as error:
         raise CorruptError(f"the index does not decompress: {error}", rule="index.zlib") from error
     if len(text) > limits.INDEX_BYTES_MAX:
-        raise CorruptError(f"the index has more than {limits.INDEX_BYTES_MAX} bytes", rule="index.size")
+        raise CorruptError(
+            f"the index has more than {limits.INDEX_BYTES_MAX} bytes, the most that are allowed", rule="index.size"
+        )
     if not inflater.eof:
         raise CorruptError("the index ends too early", rule="index.zlib")
     if inflater.unused_data:
-        raise CorruptError("bytes after the end of the index", rule="index.trailing")
+        raise CorruptError("there are bytes after the end of the index", rule="index.trailing")
     return text
 
 
 def _record(i: int, item: Any, layout: Layout, runs_left: int) -> BlockRecord:
     what = f"block {i}"
     if not isinstance(item, dict):
-        raise CorruptError(f"{what} is not an object", rule="block.field")
+        raise CorruptError(f"{what} must be a JSON object", rule="block.field")
     require_fields(item, _BLOCK_FIELDS, what=what, scope="block")
     codec, changed = item["codec"], item["changed"]
     if not isinstance(codec, str) or not is_sha256(item["sha256"]) or not isinstance(item["digest"], str):
-        raise CorruptError(f"{what}: codec, digest or sha256 is not what it should be", rule="block.field")
+        raise CorruptError(f"codec and digest of {what} must be texts, and sha256 a SHA-256 in hex", rule="block.field")
     if codec not in CODECS:
         raise FormatError(
-            f"{what} is coded in {codec!r:.80}", rule="block.codec", hint=f"known: {', '.join(CODECS)}; upgrade?"
+            f"{what} has the codec {codec!r:.80}; this release knows {', '.join(CODECS)}",
+            rule="block.codec",
+            hint="upgrade deltasync",
         )
     elements_max = limits.ELEMENTS_MAX if codec == COO else limits.BLOCK_ELEMENTS_MAX
     runs = unpack_runs(item["runs"], layout, elements_max=elements_max, runs_max=runs_left)
     if not is_count(changed, most=elements_of(runs)):
-        raise CorruptError(f"{what}: {changed!r:.40} of {elements_of(runs)} elements changed", rule="block.changed")
+        raise CorruptError(
+            f"changed of {what} must be from 0 to its {elements_of(runs)} elements, not {changed!r:.40}",
+            rule="block.changed",
+        )
     return BlockRecord(codec, runs, changed, StateDigest.from_hex(item["digest"]), item["sha256"])

@@ -1,6 +1,6 @@
-"""Keys of a feed's objects, relative to its prefix. No other module builds or takes apart a key.
+"""Keys of a feed's objects, relative to its prefix. No other module builds or parses a key.
 
-Parsers give None for a key that no builder gives, so that a stray object in the feed is passed over.
+Parsers return None for a key that no builder returns, so that stray objects in the feed are ignored.
 """
 
 import re
@@ -33,17 +33,17 @@ def version_key(version: int) -> str:
 
 
 def anchor_key(version: int) -> str:
-    """The manifest of an anchor that was added to a version later on."""
+    """The manifest of an anchor that was added to a version after its commit."""
     _require_version(version)
     return f"{ANCHORS}{version:020d}.json"
 
 
 def skip_key(start: int, end: int) -> str:
-    """The manifest of the change from version `start` to `end`, at least two further on."""
+    """The manifest of the change from version `start` to `end`, which is at least 2 later."""
     _require_version(start)
     _require_version(end)
     if end - start < 2:
-        raise InvalidInputError(f"a skip from version {start} to {end}", rule="key.skip")
+        raise InvalidInputError(f"a skip must join versions at least 2 apart, not {start} and {end}", rule="key.skip")
     return f"{SKIPS}{start:020d}-{end:020d}.json"
 
 
@@ -60,13 +60,13 @@ def replica_key(replica_id: str) -> str:
         raise InvalidInputError(
             f"{replica_id!r:.80} is not a replica id",
             rule="key.replica",
-            hint="up to 128 letters, digits, dots, dashes and underscores",
+            hint="use up to 128 letters, digits, dots, dashes and underscores, beginning with a letter or digit",
         )
     return f"{REPLICAS}{replica_id}.json"
 
 
 def probe_key(probe_id: str) -> str:
-    """A short-lived object by which a writer finds out what the store can do."""
+    """A short-lived object that a writer creates to find out whether the store can fence."""
     return f"{PROBES}{probe_id}"
 
 
@@ -83,7 +83,7 @@ def parse_anchor_key(key: str) -> int | None:
 
 
 def parse_skip_key(key: str) -> tuple[int, int] | None:
-    """The two versions that a skip joins."""
+    """The two versions that this skip joins."""
     match = _SKIP.fullmatch(key)
     if match is None:
         return None
@@ -92,13 +92,13 @@ def parse_skip_key(key: str) -> tuple[int, int] | None:
 
 
 def parse_payload_key(key: str) -> str | None:
-    """The SHA-256 of a payload."""
+    """The SHA-256 of the payload under this key."""
     match = _PAYLOAD.fullmatch(key)
     return None if match is None else match[1]
 
 
 def parse_replica_key(key: str) -> str | None:
-    """The id of a replica."""
+    """The id of the replica whose heartbeat this is."""
     name = key.removeprefix(REPLICAS).removesuffix(".json")
     return name if _REPLICA_ID.fullmatch(name) is not None and key == f"{REPLICAS}{name}.json" else None
 
@@ -109,4 +109,4 @@ def _bounded(digits: str) -> int | None:
 
 def _require_version(version: int) -> None:
     if not 0 <= version <= limits.VERSION_MAX:
-        raise InvalidInputError(f"version {version}", rule="key.version")
+        raise InvalidInputError(f"version must be from 0 to {limits.VERSION_MAX}, not {version}", rule="key.version")

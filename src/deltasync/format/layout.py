@@ -72,17 +72,22 @@ _NUMPY_NAMES = {
 
 def dtype_named(name: str) -> DType:
     """The element type with this safetensors name; FormatError if there is none."""
-    found = DTYPES.get(name)
-    if found is None:
-        raise FormatError(f"element type {name!r} is not supported", rule="dtype", hint=f"known: {', '.join(DTYPES)}")
-    return found
+    dtype = DTYPES.get(name)
+    if dtype is None:
+        raise FormatError(
+            f"the element type {name!r:.80} is not supported", rule="dtype", hint=f"supported: {', '.join(DTYPES)}"
+        )
+    return dtype
 
 
 def dtype_of(array: np.ndarray) -> DType:
-    """The element type of a NumPy array; ml_dtypes' bfloat16 and float8 types are known by their names."""
+    """The element type of a NumPy array, also of the bfloat16 and float8 types of ml_dtypes."""
     name = _NUMPY_NAMES.get(array.dtype.name)
     if name is None:
-        raise FormatError(f"NumPy type {array.dtype.name!r} is not supported", rule="dtype")
+        supported = ", ".join(_NUMPY_NAMES)
+        raise FormatError(
+            f"the NumPy type {array.dtype.name!r} is not supported", rule="dtype", hint=f"supported: {supported}"
+        )
     return DTYPES[name]
 
 
@@ -124,25 +129,27 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Iterable[TensorSpec]) -> "Layout":
-        """Sort, check the limits, refuse duplicates."""
+        """Sort the tensors; FormatError for duplicates and for tensors outside the limits."""
         ordered = tuple(sorted(tensors, key=lambda t: t.name.encode()))
         if len(ordered) > limits.TENSORS_MAX:
-            raise FormatError(f"{len(ordered)} tensors, at most {limits.TENSORS_MAX} are allowed", rule="layout.count")
+            raise FormatError(
+                f"the layout has {len(ordered)} tensors; at most {limits.TENSORS_MAX} are allowed", rule="layout.count"
+            )
         for i, spec in enumerate(ordered):
             _check_spec(spec)
             if i and ordered[i - 1].name == spec.name:
-                raise FormatError(f"tensor {spec.name!r} appears twice", rule="layout.duplicate")
+                raise FormatError(f"the layout has the tensor {spec.name!r:.200} twice", rule="layout.duplicate")
         return cls(ordered)
 
     @classmethod
     def from_json(cls, value: Any) -> "Layout":
         """The inverse of `to_json`; FormatError on anything else."""
         if not isinstance(value, list):
-            raise FormatError("the layout is not a list", rule="layout.type")
+            raise FormatError("the layout must be a list", rule="layout.type")
         specs = [_spec_from_json(item) for item in value]
         layout = cls.of(specs)
         if list(layout.tensors) != specs:
-            raise FormatError("the layout is not sorted by name", rule="layout.order")
+            raise FormatError("the layout must be sorted by name", rule="layout.order")
         return layout
 
     def to_json(self) -> list[Any]:
@@ -194,14 +201,22 @@ def _spec_from_json(item: Any) -> TensorSpec:
     match item:
         case [str(name), str(dtype), list(shape)] if all(type(d) is int and d >= 0 for d in shape):
             return TensorSpec(name, dtype_named(dtype), tuple(shape))
-    raise FormatError(f"layout entry {item!r:.200} is not [name, dtype, shape]", rule="layout.entry")
+    raise FormatError(f"an entry of the layout must be [name, dtype, shape], not {item!r:.200}", rule="layout.entry")
 
 
 def _check_spec(spec: TensorSpec) -> None:
     name_bytes = len(spec.name.encode())
     if not 0 < name_bytes <= limits.NAME_BYTES_MAX:
-        raise FormatError(f"tensor name of {name_bytes} bytes", rule="layout.name")
+        raise FormatError(
+            f"a tensor name has {name_bytes} bytes; it must have 1 to {limits.NAME_BYTES_MAX}", rule="layout.name"
+        )
     if len(spec.shape) > limits.DIMENSIONS_MAX:
-        raise FormatError(f"tensor {spec.name!r} has {len(spec.shape)} dimensions", rule="layout.dimensions")
+        raise FormatError(
+            f"tensor {spec.name!r:.200} has {len(spec.shape)} dimensions; at most {limits.DIMENSIONS_MAX} are allowed",
+            rule="layout.dimensions",
+        )
     if any(d > limits.ELEMENTS_MAX for d in spec.shape) or spec.elements > limits.ELEMENTS_MAX:
-        raise FormatError(f"tensor {spec.name!r} has more than {limits.ELEMENTS_MAX} elements", rule="layout.elements")
+        raise FormatError(
+            f"tensor {spec.name!r:.200} has more than {limits.ELEMENTS_MAX} elements, the most that are allowed",
+            rule="layout.elements",
+        )

@@ -1,4 +1,4 @@
-"""Every number that a reader holds a file to, so that no file can make it allocate or loop without bound."""
+"""The limits that a reader checks, so that no file can make it allocate or loop without bound."""
 
 BLOCK_ELEMENTS_LOG2 = 25
 BLOCK_ELEMENTS_MAX = 1 << BLOCK_ELEMENTS_LOG2
@@ -39,7 +39,7 @@ ELEMENTS_MAX = 1 << 48
 """Elements in one tensor."""
 
 RUNS_MAX = 1 << 22
-"""Contiguous pieces in all blocks of one payload, after strided runs are spelled out."""
+"""Runs in all blocks of one payload, after strided runs are expanded."""
 
 JSON_VALUES_MAX = 1 << 23
 """Values in one JSON text: parsed JSON takes tens of times the memory of its text."""

@@ -15,13 +15,13 @@ from deltasync.errors import CorruptError, FormatError
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.index import COO, PLANES, BlockRecord, decode_index, encode_index, require_disjoint
 from deltasync.format.layout import DTYPES, DType, Layout, TensorSpec
-from deltasync.format.safetensors import Entry, Header, Read, header_bytes, read_exactly, read_header
+from deltasync.format.safetensors import Header, Read, header_bytes, read_exactly, read_header
 from deltasync.format.sealed import FORMAT, is_decimal
 from deltasync.format.weights import Runs
 
 INDEX_NAME = "deltasync.index"
 Kind = Literal["delta", "anchor", "shard"]
-"""A shard is a part of an anchor: it covers some of the elements, and its digest counts the others as zero."""
+"""A shard covers some of the elements of an anchor; its digest counts the others as zero."""
 
 Range = tuple[int, int]
 """First byte, and the byte after the last."""
@@ -57,8 +57,8 @@ class PayloadHeader:
     """What a payload is a change of. An anchor and its shards have no parent.
 
     A delta may be one of several that lead from one parent to one version, each made by a rank of the trainer: its
-    `digest` is that of the parent with this change alone. In a feed, `version` tells payloads of equal content apart:
-    no two versions ever share one, so that what an old version alone needs can be deleted at any time.
+    `digest` is that of the parent with this change alone. In a feed, `version` makes payloads of equal content differ:
+    no two versions ever share one, so that what only an old version needs can be deleted at any time.
     """
 
     kind: Kind
@@ -85,13 +85,13 @@ class Payload:
 
     @classmethod
     def open(cls, read: Read, nbytes: int) -> "Payload":
-        """From ranges of a file of `nbytes` bytes: one small read, two if header and index are long."""
+        """From ranges of a file of `nbytes` bytes: one small read, and a second if header and index are long."""
         read_once = _with_prefix(read, nbytes)
         header = read_header(read_once, nbytes)
         kind = _checked_metadata(header.metadata)
         index = next((e for e in header.entries if e.name == INDEX_NAME), None)
         if index is None:
-            raise CorruptError(f"there is no tensor {INDEX_NAME}", rule="payload.tensors")
+            raise CorruptError(f"the payload lacks the tensor {INDEX_NAME}", rule="payload.tensors")
         layout, records = decode_index(read_exactly(read_once, index.begin, index.end - index.begin))
         parsed = PayloadHeader(
             kind=kind,
@@ -101,10 +101,12 @@ class Payload:
             version=None if (version := header.metadata.get("version")) is None else int(version),
         )
         _check_consistent(parsed, records)
-        for name, message in _metadata(parsed, records).items():
-            if header.metadata[name] != message:
+        for name, expected in _metadata(parsed, records).items():
+            if header.metadata[name] != expected:
                 rule = "payload.layout" if name == "layout_sha256" else "payload.totals"
-                raise CorruptError(f"{name} is {header.metadata[name]:.80}, the index says {message}", rule=rule)
+                raise CorruptError(
+                    f"{name} in the metadata is {header.metadata[name]:.80}, but the index says {expected}", rule=rule
+                )
         return cls(parsed, _located(layout, records, header), nbytes, read)
 
     def block(self, i: int) -> Block:
@@ -131,28 +133,28 @@ def write_payload(header: PayloadHeader, blocks: Sequence[Block]) -> bytes:
 
 
 def payload_chunks(header: PayloadHeader, blocks: Sequence[Block]) -> Iterator[bytes | memoryview]:
-    """The file in pieces, without a second copy of the blocks. Refuses what a reader would refuse."""
+    """The file as consecutive buffers, without a second copy of the blocks. Refuses what a reader would refuse."""
     records = tuple(
         BlockRecord(b.codec, b.runs, b.changed, b.digest, hashlib.sha256(b.data).hexdigest()) for b in blocks
     )
     _check_consistent(header, records)
     index = encode_index(header.layout, records)
-    parts = _parts(header.layout, records)
+    tensors = _tensors(header.layout, records)
     specs = []
-    for part in parts:
-        size = len(index) if part.block is None else len(blocks[part.block].data)
-        specs.append(TensorSpec(part.name, part.dtype, (size if part.length is None else part.length,)))
+    for tensor in tensors:
+        size = len(index) if tensor.block is None else len(blocks[tensor.block].data)
+        specs.append(TensorSpec(tensor.name, tensor.dtype, (size if tensor.length is None else tensor.length,)))
     yield header_bytes(specs, {**_metadata(header, records), "format": FORMAT})
-    for part, spec in zip(parts, specs, strict=True):
-        if part.block is None:
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if tensor.block is None:
             yield index
         else:
-            data = memoryview(blocks[part.block].data)
-            yield data[len(data) - spec.nbytes :] if part.is_tail else data[: spec.nbytes]
+            data = memoryview(blocks[tensor.block].data)
+            yield data[len(data) - spec.nbytes :] if tensor.is_tail else data[: spec.nbytes]
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Tensor:
     """One tensor of the file: the index (`block` is None), a block, or one half of a `coo/1` block."""
 
     name: str
@@ -162,18 +164,18 @@ class _Part:
     is_tail: bool = False
 
 
-def _parts(layout: Layout, records: Sequence[BlockRecord]) -> list[_Part]:
+def _tensors(layout: Layout, records: Sequence[BlockRecord]) -> list[_Tensor]:
     """The tensors that a payload must have, in file order."""
-    index = _Part(INDEX_NAME, _U8, None, None)
+    index = _Tensor(INDEX_NAME, _U8, None, None)
     if not any(r.codec == COO for r in records):
-        return [index, *(_Part(f"deltasync.block.{i:08d}", _U8, None, i) for i in range(len(records)))]
+        return [index, *(_Tensor(f"deltasync.block.{i:08d}", _U8, None, i) for i in range(len(records)))]
     halves = []
     for i, record in enumerate(records):
         spec = layout.tensors[int(record.runs[0, 0])]
-        halves.append(_Part(f"{spec.name}.indices", DTYPES[f"I{8 * index_dtype(spec).itemsize}"], record.changed, i))
-        halves.append(_Part(f"{spec.name}.values", spec.dtype, record.changed, i, is_tail=True))
+        halves.append(_Tensor(f"{spec.name}.indices", DTYPES[f"I{8 * index_dtype(spec).itemsize}"], record.changed, i))
+        halves.append(_Tensor(f"{spec.name}.values", spec.dtype, record.changed, i, is_tail=True))
     # Widest first keeps every tensor aligned to its own width, which zero-copy readers need.
-    return [*sorted(halves, key=lambda p: (-p.dtype.width, p.is_tail, p.block)), index]
+    return [*sorted(halves, key=lambda t: (-t.dtype.width, t.is_tail, t.block)), index]
 
 
 def _with_prefix(read: Read, nbytes: int) -> Read:
@@ -193,26 +195,24 @@ def index_dtype(spec: TensorSpec) -> np.dtype[np.signedinteger]:
 
 
 def _located(layout: Layout, records: Sequence[BlockRecord], header: Header) -> tuple[BlockInfo, ...]:
-    parts = _parts(layout, records)
-    found: list[list[Range]] = [[] for _ in records]
-    heads_first = sorted(zip(parts, header.entries, strict=False), key=lambda pair: pair[0].is_tail)
-    for part, entry in heads_first:
-        _require_entry(part, entry)
-        if part.block is not None:
-            found[part.block].append((entry.begin, entry.end))
-    if len(parts) != len(header.entries):
-        raise CorruptError(f"{len(header.entries)} tensors where {len(parts)} belong", rule="payload.tensors")
+    tensors = _tensors(layout, records)
+    ranges: list[list[Range]] = [[] for _ in records]
+    heads_first = sorted(zip(tensors, header.entries, strict=False), key=lambda pair: pair[0].is_tail)
+    for tensor, entry in heads_first:
+        fits = len(entry.shape) == 1 and tensor.length in (None, entry.shape[0])
+        if tensor.name != entry.name or tensor.dtype != entry.dtype or not fits:
+            wanted = f"{tensor.name}: {tensor.dtype.name}[{'n' if tensor.length is None else tensor.length}]"
+            raise CorruptError(
+                f"a tensor of the payload must be {wanted:.200}, not {entry.spec!s:.200}", rule="payload.tensors"
+            )
+        if tensor.block is not None:
+            ranges[tensor.block].append((entry.begin, entry.end))
+    if len(tensors) != len(header.entries):
+        raise CorruptError(f"the payload has {len(header.entries)} tensors, not {len(tensors)}", rule="payload.tensors")
     return tuple(
-        BlockInfo(r.codec, r.runs, r.changed, r.digest, r.sha256, tuple(ranges))
-        for r, ranges in zip(records, found, strict=True)
+        BlockInfo(r.codec, r.runs, r.changed, r.digest, r.sha256, tuple(own))
+        for r, own in zip(records, ranges, strict=True)
     )
-
-
-def _require_entry(part: _Part, entry: Entry) -> None:
-    shape_fits = len(entry.shape) == 1 and part.length in (None, entry.shape[0])
-    if part.name != entry.name or part.dtype != entry.dtype or not shape_fits:
-        wanted = f"{part.name}: {part.dtype.name}[{'n' if part.length is None else part.length}]"
-        raise CorruptError(f"found {entry.spec!s:.200} where {wanted:.200} belongs", rule="payload.tensors")
 
 
 def _metadata(header: PayloadHeader, records: Iterable[BlockRecord]) -> dict[str, str]:
@@ -232,52 +232,68 @@ def _metadata(header: PayloadHeader, records: Iterable[BlockRecord]) -> dict[str
 
 
 def _checked_metadata(metadata: dict[str, str]) -> Kind:
-    """The kind, once every field that it needs is there."""
-    found = metadata.get("format")
-    if found != FORMAT:
-        problem = "this is not a deltasync payload" if found is None else f"the format is {found!r:.80}"
-        raise FormatError(problem, rule="payload.format", hint=f"this release reads {FORMAT}")
+    """The kind of the payload; CorruptError or FormatError unless the metadata fits it."""
+    name = metadata.get("format")
+    if name is None:
+        hint = "it is a safetensors file of something else, such as a checkpoint"
+        raise FormatError("this is not a deltasync payload", rule="payload.format", hint=hint)
+    if name != FORMAT:
+        message = f"the format of the payload is {name!r:.80}; this release reads {FORMAT!r}"
+        raise FormatError(message, rule="payload.format", hint="upgrade deltasync")
     kind = metadata.get("kind")
     if kind is None:
         raise CorruptError("__metadata__ lacks kind", rule="payload.metadata")
     known: Kind | None = next((k for k in get_args(Kind) if k == kind), None)
     if known is None:
-        raise FormatError(f"a payload of kind {kind!r:.80}", rule="payload.kind", hint="upgrade deltasync")
+        raise FormatError(
+            f"{kind!r:.80} is not a kind of payload that this release knows",
+            rule="payload.kind",
+            hint="upgrade deltasync",
+        )
     needed = ["layout_sha256", "digest", "elements", "changed", *(["parent_digest"] if kind == "delta" else [])]
     missing = [name for name in needed if name not in metadata]
     if missing or (kind != "delta" and "parent_digest" in metadata):
-        message = f"lacks {', '.join(missing)}" if missing else f"names a parent of a payload of kind {kind}"
+        message = (
+            f"lacks {', '.join(missing)}"
+            if missing
+            else f"has a parent_digest, but a payload of kind {kind} has no parent"
+        )
         raise CorruptError(f"__metadata__ {message}", rule="payload.metadata")
     if not all(is_decimal(metadata.get(name, "0")) for name in ("elements", "changed", "version")):
-        raise CorruptError("elements, changed or version is not a decimal number", rule="payload.metadata")
+        raise CorruptError(
+            "elements, changed and version in __metadata__ must be decimal numbers", rule="payload.metadata"
+        )
     return known
 
 
 def _check_consistent(header: PayloadHeader, records: Sequence[BlockRecord]) -> None:
-    """How blocks must relate to each other and to the header."""
+    """CorruptError unless the blocks fit each other and the header."""
     layout = header.layout
     _check_codecs(header, records)
     require_disjoint([r.runs for r in records], layout)
     if header.kind == "anchor" and sum(r.elements for r in records) != layout.elements:
-        raise CorruptError("an anchor does not cover every element", rule="payload.cover")
+        raise CorruptError("the blocks of an anchor must cover every element", rule="payload.cover")
     start = layout_digest(layout) if header.parent_digest is None else header.parent_digest
     if sum((r.digest for r in records), start) != header.digest:
-        raise CorruptError("the digests of the blocks do not lead to the digest", rule="payload.digest")
+        raise CorruptError(
+            "the digests of the blocks do not add up to the digest of the payload", rule="payload.digest"
+        )
 
 
 def _check_codecs(header: PayloadHeader, records: Sequence[BlockRecord]) -> None:
     if (header.kind == "delta") != (header.parent_digest is not None):
-        raise CorruptError("a delta has a parent, an anchor and its shards have none", rule="payload.metadata")
+        raise CorruptError("a delta must have a parent, and an anchor and its shards must not", rule="payload.metadata")
     codecs = {r.codec for r in records}
     if header.kind != "delta" and not codecs <= {PLANES}:
         raise CorruptError(
-            f"a payload of kind {header.kind} has blocks of {', '.join(sorted(codecs))}", rule="payload.anchor"
+            f"the blocks of a payload of kind {header.kind} must be {PLANES}, not {', '.join(sorted(codecs))}",
+            rule="payload.anchor",
         )
     if COO not in codecs:
         return
     if len(codecs) > 1:
-        raise CorruptError(f"{COO} is mixed with other codecs", rule="payload.mixed")
+        raise CorruptError(f"a payload must not mix {COO} with other codecs", rule="payload.mixed")
     for i, record in enumerate(records):
         tensor, start, count = record.runs[0].tolist()
         if len(record.runs) != 1 or (start, count) != (0, header.layout.tensors[tensor].elements):
-            raise CorruptError(f"block {i} of {COO} is not one whole tensor", rule="block.coo")
+            raise CorruptError(f"block {i} of {COO} must cover one whole tensor", rule="block.coo")

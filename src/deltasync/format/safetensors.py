@@ -15,7 +15,7 @@ from deltasync.format.layout import DTYPES, DType, TensorSpec
 from deltasync.format.sealed import is_count, parse_object
 
 Read = Callable[[int, int], bytes]
-"""`read(offset, length)` gives exactly that range of a file, less only where the file ends."""
+"""`read(offset, length)` returns exactly that range of a file, and less only where the file ends."""
 
 _LENGTH_BYTES = 8
 
@@ -54,13 +54,16 @@ def read_header(read: Read, size: int) -> Header:
     """The header of a file of `size` bytes; CorruptError names the broken rule, FormatError an unknown type."""
     length = int.from_bytes(read_exactly(read, 0, _LENGTH_BYTES), "little")
     if length > limits.SAFETENSORS_HEADER_BYTES_MAX:
-        raise CorruptError(f"a header of {length} bytes", rule="safetensors.header_size")
+        most = limits.SAFETENSORS_HEADER_BYTES_MAX
+        raise CorruptError(f"the header has {length} bytes; at most {most} are allowed", rule="safetensors.header_size")
     data_begin = _LENGTH_BYTES + length
     if data_begin > size:
-        raise CorruptError(f"the header ends at byte {data_begin} of {size}", rule="safetensors.truncated")
+        raise CorruptError(
+            f"the header ends at byte {data_begin}, but the file has {size}", rule="safetensors.truncated"
+        )
     text = read_exactly(read, _LENGTH_BYTES, length)
     if text[:1] != b"{":
-        raise CorruptError("the header does not begin with {", rule="safetensors.json")
+        raise CorruptError("the header must begin with {", rule="safetensors.json")
     fields = parse_object(text, what="the safetensors header", scope="safetensors")
     metadata = _metadata(fields.pop("__metadata__", {}))
     entries = sorted((_entry(n, v, data_begin) for n, v in fields.items()), key=lambda e: (e.begin, e.end))
@@ -90,7 +93,7 @@ def read_exactly(read: Read, offset: int, length: int) -> bytes:
 
 def _metadata(value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        raise CorruptError("__metadata__ is not a map of strings", rule="safetensors.metadata")
+        raise CorruptError("__metadata__ must be an object of strings", rule="safetensors.metadata")
     return value
 
 
@@ -99,22 +102,30 @@ def _entry(name: str, value: Any, data_begin: int) -> Entry:
         case {"dtype": str(dtype_name), "shape": list(shape), "data_offsets": [begin, end]}:
             pass
         case _:
-            raise CorruptError(f"tensor {name!r:.200} lacks dtype, shape or offsets", rule="safetensors.entry")
+            raise CorruptError(
+                f"tensor {name!r:.200} must have dtype, shape and data_offsets", rule="safetensors.entry"
+            )
     dtype = DTYPES.get(dtype_name)
     if dtype is None:
         raise FormatError(
             f"tensor {name!r:.200} has the element type {dtype_name!r:.40}, which is not supported",
             rule="dtype",
-            hint=f"known: {', '.join(DTYPES)}",
+            hint=f"supported: {', '.join(DTYPES)}",
         )
     if len(shape) > limits.DIMENSIONS_MAX or not all(is_count(d, most=limits.ELEMENTS_MAX) for d in shape):
-        raise CorruptError(f"tensor {name!r:.200} has the shape {shape!r:.80}", rule="safetensors.shape")
+        raise CorruptError(
+            f"tensor {name!r:.200} has the shape {shape!r:.80}, not up to {limits.DIMENSIONS_MAX} whole numbers",
+            rule="safetensors.shape",
+        )
     if not all(is_count(o, most=limits.COUNT_MAX) for o in (begin, end)) or begin > end:
-        raise CorruptError(f"tensor {name!r:.200} lies at {begin!r:.40}..{end!r:.40}", rule="safetensors.offsets")
+        raise CorruptError(
+            f"tensor {name!r:.200} has the offsets {begin!r:.40} and {end!r:.40}, not ascending whole numbers",
+            rule="safetensors.offsets",
+        )
     needed = math.prod(shape) * dtype.width
     if end - begin != needed:
         raise CorruptError(
-            f"tensor {name!r:.200} has {end - begin} bytes, its type and shape need {needed}", rule="safetensors.size"
+            f"tensor {name!r:.200} has {end - begin} bytes; its type and shape need {needed}", rule="safetensors.size"
         )
     return Entry(name, dtype, tuple(shape), data_begin + begin, data_begin + end)
 
@@ -123,10 +134,10 @@ def _require_contiguous(entries: list[Entry], data_begin: int, size: int) -> Non
     at = data_begin
     for entry in entries:
         if entry.begin != at:
-            problem = "leaves a hole before it" if entry.begin > at else "overlaps the one before it"
+            problem = "begins after a hole" if entry.begin > at else "overlaps the one before it"
             raise CorruptError(f"tensor {entry.name!r:.200} {problem}", rule="safetensors.offsets")
         at = entry.end
     if at > size:
-        raise CorruptError(f"the tensors end at byte {at} of {size}", rule="safetensors.truncated")
+        raise CorruptError(f"the tensors end at byte {at}, but the file has {size}", rule="safetensors.truncated")
     if at < size:
-        raise CorruptError(f"{size - at} bytes after the last tensor", rule="safetensors.trailing")
+        raise CorruptError(f"the file has {size - at} bytes after its last tensor", rule="safetensors.trailing")

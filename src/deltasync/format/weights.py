@@ -14,14 +14,14 @@ Bits = NDArray[np.unsignedinteger]
 """A flat, contiguous array of the raw bits of elements."""
 
 Runs = NDArray[np.int64]
-"""Contiguous pieces of tensors, one row each: tensor ordinal, first flat index, number of elements."""
+"""Elements in a row, one run per row: tensor ordinal, first flat index, number of elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
     """The elements of one block, wherever they lie in memory.
 
-    `runs` has a row (array, offset, count) for each contiguous piece; `keys` has the matching row (seed lane 0, seed
+    `runs` has a row (array, offset, count) for each run; `keys` has the matching row (seed lane 0, seed
     lane 1, first flat index) for the digest. A position in the region counts elements along the runs.
     """
 
@@ -42,8 +42,8 @@ class Region:
 
     def gather(self) -> Bits:
         """A contiguous copy of the bits."""
-        pieces = [self.arrays[a][o : o + n] for a, o, n in self.runs.tolist()]
-        return np.concatenate(pieces) if pieces else np.empty(0, self.dtype.bits_dtype)
+        runs = [self.arrays[a][o : o + n] for a, o, n in self.runs.tolist()]
+        return np.concatenate(runs) if runs else np.empty(0, self.dtype.bits_dtype)
 
 
 class Readable(Protocol):
@@ -67,7 +67,10 @@ class Weights:
     def __post_init__(self) -> None:
         for spec, array in zip(self.layout.tensors, self.arrays, strict=True):
             if array.dtype != spec.dtype.bits_dtype or array.shape != (spec.elements,):
-                raise InvalidInputError(f"the bits of {spec} are {array.dtype}{list(array.shape)}")
+                raise InvalidInputError(
+                    f"the bits of {spec} must be {spec.dtype.bits_dtype}[{spec.elements}], not "
+                    f"{array.dtype}{list(array.shape)}"
+                )
 
     @classmethod
     def of(cls, tensors: Mapping[str, np.ndarray]) -> "Weights":
@@ -81,7 +84,7 @@ class Weights:
         ordinals, local = np.unique(runs[:, 0], return_inverse=True)
         dtypes = {self.layout.tensors[t].dtype for t in ordinals}
         if len(dtypes) != 1:
-            raise InvalidInputError("a block covers elements of exactly one type")
+            raise InvalidInputError(f"a region must have one element type, not {len(dtypes)}")
         return Region(
             dtype=dtypes.pop(),
             arrays=tuple(self.arrays[t] for t in ordinals),
@@ -107,7 +110,7 @@ def whole_runs(layout: Layout, ordinals: Iterable[int]) -> Runs:
 
 
 Positions = NDArray[np.uint32]
-"""Places of elements, counted along the runs of a block."""
+"""Positions of elements, counted along the runs of a block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,18 +123,18 @@ class Changes:
 
 
 def slice_runs(runs: Runs, start: int, stop: int) -> Runs:
-    """The part of `runs` that covers positions `start` to `stop`."""
+    """The runs that cover positions `start` to `stop` of `runs`."""
     ends = np.cumsum(runs[:, 2])
     begins = ends - runs[:, 2]
     lo, hi = np.maximum(begins, start), np.minimum(ends, stop)
     kept = lo < hi
     first = runs[:, 1] + lo - begins
-    part: Runs = np.column_stack((runs[:, 0], first, hi - lo))[kept].astype(np.int64)
-    return part
+    covered: Runs = np.column_stack((runs[:, 0], first, hi - lo))[kept].astype(np.int64)
+    return covered
 
 
 def cut_runs(runs: Runs, elements: int) -> list[Runs]:
-    """`runs` in pieces of `elements` each; the last may be shorter."""
+    """`runs`, cut every `elements` elements; the last may have fewer."""
     total = int(runs[:, 2].sum())
     return [slice_runs(runs, start, min(start + elements, total)) for start in range(0, total, elements)]
 
@@ -161,5 +164,5 @@ def tensor_parts(
 
 
 def index_dtype(layout: Layout, ordinal: int) -> "np.dtype[np.unsignedinteger]":
-    """4 bytes while every index fits: changes are held in memory."""
+    """The type of indices into a tensor in memory: 4 bytes wide where every index fits."""
     return np.dtype(np.uint32 if layout.tensors[ordinal].elements <= 1 << 32 else np.uint64)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deltasync.errors import NotFoundError, StoreError
-from deltasync.files import atomic_write, sync_folder, temporary_beside
+from deltasync.files import atomic_write, read_range, sync_folder, temporary_beside
 from deltasync.store.protocol import (
     Capabilities,
     Data,
@@ -144,7 +144,7 @@ class LocalStore(Store):
         path = self._path(key)
         with self._errors("get", key), self._absence(key), path.open("rb", buffering=0) as file:
             wanted = max(0, min(length, os.fstat(file.fileno()).st_size - offset))
-            return _read(file.fileno(), offset, wanted)
+            return read_range(file.fileno(), offset, wanted)
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
         require_prefix(prefix)
@@ -258,16 +258,3 @@ def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
         return entry.stat()
     except FileNotFoundError:
         return None
-
-
-def _read(fd: int, offset: int, length: int) -> bytes:
-    """`length` bytes, or fewer if the file ends: files are replaced, never cut."""
-    parts, left = [], length
-    while left:
-        # Linux reads at most 2 GiB at once.
-        part = os.pread(fd, left, offset + length - left)
-        if not part:
-            break
-        parts.append(part)
-        left -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from deltasync.blocks import Changed, stretches
+from deltasync.blocks import Changed, layout_runs
 from deltasync.format.layout import Layout
 from deltasync.format.weights import Bits, Changes, Runs
 from deltasync.torch.tensors import as_bits, dtype_of, layout_of
@@ -41,7 +41,7 @@ class DeviceCapture:
             self._copy = _DeviceShadow(shadow, device)
             shadow.followers.append(self._copy.note)
         found = []
-        for runs in stretches(layout, elements=BLOCK_ELEMENTS):
+        for runs in layout_runs(layout, elements=BLOCK_ELEMENTS):
             old = _host_block(shadow, runs, device) if self._copy is None else self._copy.block(runs)
             new = _joined(tensors, layout, runs, cast)
             at = torch.nonzero(new != old).reshape(-1)

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.blocks import Changed, detect, stretches
+from deltasync.blocks import Changed, detect, layout_runs
 from deltasync.checkpoint import mapped_weights
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.feed.replay import zeros
@@ -198,7 +198,7 @@ class Converted(Readable, Protocol):
 def capture(shadow: Weights, new: Readable) -> list[Changes]:
     """Every element of `new` that differs from the shadow, bit by bit."""
     require_same(shadow.layout, new.layout)
-    return _compare(shadow, new, stretches(new.layout, elements=PIECE_ELEMENTS))
+    return _compare(shadow, new, layout_runs(new.layout, elements=PIECE_ELEMENTS))
 
 
 def require_same(feed: Layout, weights: Layout) -> None:
@@ -241,7 +241,7 @@ def copy_into(target: Weights, source: Readable) -> None:
             target.arrays[ordinal][first : first + count] = bits[begin : begin + count]
             begin += count
 
-    for _ in each(copy, stretches(target.layout, elements=CHUNK_ELEMENTS)):
+    for _ in each(copy, layout_runs(target.layout, elements=CHUNK_ELEMENTS)):
         pass
 
 

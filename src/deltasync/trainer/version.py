@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from deltasync import blocks
-from deltasync.blocks import Changed, stretches
+from deltasync.blocks import Changed, layout_runs
 from deltasync.codecs import planes
 from deltasync.feed.writer import Writer
 from deltasync.format import keys, limits
@@ -85,7 +85,7 @@ def put_anchor(
 
     pieces = (
         _Piece(local, local if shards is None else shards.spread(local)[1])
-        for local in stretches(weights.layout, elements=limits.PLANES_ELEMENTS)
+        for local in layout_runs(weights.layout, elements=limits.PLANES_ELEMENTS)
     )
     # Weights without any element still make one shard: an anchor has a payload.
     groups = grouped(pieces, elements=_shard_elements(layout.elements)) if layout.elements else [[]]

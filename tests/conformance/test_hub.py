@@ -178,7 +178,7 @@ def test_a_token_that_may_only_read(store: BucketStore, standin: Hub, call: Call
     error = failure(call, store, standin)
     assert isinstance(error, StoreError)
     assert not error.transient
-    assert "may not do that (403)" in str(error)
+    assert "lacks the permission (403)" in str(error)
     assert store.get("a") == b"first object"
 
 

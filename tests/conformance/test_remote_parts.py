@@ -42,7 +42,7 @@ BROKEN = ANSWER + 'HTTP error: error sending request\n\nDebug source:\nHttpError
             True,
             "http://host:1 cannot be reached: Connection",
         ),
-        (BROKEN.format("Timeout", "other", "x"), True, "http://host:1 cannot be reached: no answer"),
+        (BROKEN.format("Timeout", "other", "x"), True, "http://host:1 cannot be reached: no response"),
         (BROKEN.format("Connect", "InvalidCertificate", "x"), False, "AWS_CA_BUNDLE"),
         ("something else", False, "GenericError"),
     ],

@@ -2,7 +2,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltasync.errors import CorruptError
@@ -34,6 +34,7 @@ def runs(draw: st.DrawFn) -> Runs:
     return np.array(rows, np.int64)
 
 
+@settings(deadline=None)
 @given(runs())
 def test_round_trip(rows: Runs) -> None:
     packed = pack_runs(rows)
@@ -96,6 +97,7 @@ def test_elements_and_pieces_are_bounded_before_they_are_spelled_out() -> None:
     assert len(unpack([[0, 0, 1, 2, 10]], elements_max=10, runs_max=10)) == 10
 
 
+@settings(deadline=None)
 @given(st.lists(runs(), max_size=3))
 def test_disjoint_says_what_counting_says(parts: list[Runs]) -> None:
     seen = np.zeros((2, 1000), np.int64)

@@ -1,4 +1,4 @@
-"""Object stores: the place of a feed, opened from a path or a URL."""
+"""Object stores that hold feeds, opened from a path or a URL."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def opened(feed: Feed) -> Iterator[Store]:
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
-    """The store at a path or URL. Only the configuration of the account is read; nothing is sent yet.
+    """The store at a path or URL. This reads the configuration of the account, and sends no request.
 
     Credentials are never part of the URL: they come from the environment (docs/stores.md). A store is a context manager
     that closes itself.
@@ -52,26 +52,22 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         return LocalStore(url)
     scheme = _SCHEME.match(url)
     if scheme is None:
-        return LocalStore(_plain_path(url))
+        if url.strip() == "":
+            raise InvalidInputError("the store has no name", hint=f"use {', '.join(_FORMS)}")
+        return LocalStore(Path(url).expanduser())
     name = scheme[1].lower()
     if name == "file":
         return LocalStore(_file_path(url))
     if name == "memory":
         return memory_store(url[scheme.end() :])
     if name in KINDS:
-        # Imported here, as the next one: a feed in a folder needs no client of any cloud.
+        # Imported here, like BucketStore below: a feed in a folder needs no client of a cloud.
         from deltasync.store.remote import open_remote
 
         return open_remote(url)
     if name == "hf":
         return _open_buckets(url)
     raise InvalidInputError(f"{name}:// is not a kind of store", hint=f"use {', '.join(_FORMS)}")
-
-
-def _plain_path(text: str) -> Path:
-    if text.strip() == "":
-        raise InvalidInputError("the store has no name", hint=f"use {', '.join(_FORMS)}")
-    return Path(text).expanduser()
 
 
 def _file_path(url: str) -> Path:

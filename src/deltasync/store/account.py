@@ -1,7 +1,7 @@
-"""What the environment says about an account: endpoint, region, keys. Read when a store is opened, and never shown.
+"""The account of a store from the environment: endpoint, region and keys. It is read when a store is opened.
 
-obstore reads the environment by itself. Added here is what it does not do: the profile in the AWS configuration files
-(static keys only), a private certificate authority, and plain HTTP for an endpoint that says http://.
+obstore reads the environment by itself. This module adds the profile in the AWS configuration files (static keys only),
+a private certificate authority, and plain HTTP for an endpoint that begins with http://.
 """
 
 import configparser
@@ -36,20 +36,20 @@ _NOT_STATIC = frozenset({"role_arn", "source_profile", "credential_process", "ss
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Settings for obstore, on top of what it finds in the environment. They may hold a secret: not in the repr."""
+    """Settings for obstore beyond those that it reads from the environment. They may be secret: the repr omits them."""
 
     config: dict[str, Any] = field(repr=False)
     client_options: dict[str, Any] = field(repr=False)
 
 
 def read_account(kind: str, environment: Mapping[str, str] = os.environ) -> Account:
-    """The account for `s3`, `gs` or `az`. InvalidInputError for a profile that is not there, or that has no keys."""
+    """The account for `s3`, `gs` or `az`. InvalidInputError for a profile that does not exist or has no keys."""
     config: dict[str, Any] = {}
     options: dict[str, Any] = {}
     endpoint = next((environment[name] for name in _ENDPOINTS[kind] if environment.get(name)), None)
     if kind == "s3":
         profile = _read_profile(environment)
-        # One request for each object: not every S3 server knows the other way.
+        # One request per object: not every S3 server supports bulk deletes.
         config["disable_bulk_delete"] = True
         config |= _s3_login(environment, profile)
         if not environment.get("AWS_REGION") and not environment.get("AWS_DEFAULT_REGION") and "region" in profile:
@@ -57,24 +57,32 @@ def read_account(kind: str, environment: Mapping[str, str] = os.environ) -> Acco
         if endpoint is None and "endpoint_url" in profile:
             endpoint = config["endpoint"] = profile["endpoint_url"]
         if environment.get("AWS_CA_BUNDLE"):
-            options["root_certificate"] = _read_certificates(Path(environment["AWS_CA_BUNDLE"]))
+            bundle = Path(environment["AWS_CA_BUNDLE"])
+            try:
+                options["root_certificate"] = bundle.read_bytes()
+            except OSError as error:
+                raise InvalidInputError(
+                    f"{bundle} cannot be read: {error.strerror}", hint="correct or unset AWS_CA_BUNDLE"
+                ) from error
     if endpoint is not None:
         if not endpoint.startswith(("http://", "https://")):
-            raise InvalidInputError(f"{endpoint!r:.200} is not an endpoint", hint="it begins with https:// or http://")
+            raise InvalidInputError(
+                f"{endpoint!r:.200} is not an endpoint", hint="an endpoint begins with https:// or http://"
+            )
         options["allow_http"] = endpoint.startswith("http://")
     return Account(config, options)
 
 
 def _s3_login(environment: Mapping[str, str], profile: Mapping[str, str]) -> dict[str, Any]:
-    """Keys of the profile, unless the environment has some: the order in which AWS's own tools look."""
+    """The keys of the profile, unless the environment has some: the order of precedence of AWS's own tools."""
     if environment.get("AWS_ACCESS_KEY_ID") or environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
         return {}
-    found = {ours: profile[theirs] for theirs, ours in _S3_KEYS.items() if theirs in profile}
-    if "access_key_id" in found and "secret_access_key" in found:
-        return found
+    login = {ours: profile[theirs] for theirs, ours in _S3_KEYS.items() if theirs in profile}
+    if "access_key_id" in login and "secret_access_key" in login:
+        return login
     if not _NOT_STATIC.isdisjoint(profile):
         raise InvalidInputError(
-            f"the AWS profile {_profile_name(environment)!r} holds no keys, but says where to get some",
+            f"the AWS profile {_profile_name(environment)!r} has no keys, only a way to get them",
             hint="export them first: aws configure export-credentials --format env",
         )
     no_instance = environment.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
@@ -90,7 +98,7 @@ def _profile_name(environment: Mapping[str, str]) -> str:
 
 
 def _read_profile(environment: Mapping[str, str]) -> dict[str, str]:
-    """The settings of the chosen profile; the credentials file has the last word. Empty if there are no files."""
+    """The settings of the chosen profile; the credentials file takes precedence. Empty if there are no files."""
     name = _profile_name(environment)
     home = Path(environment.get("HOME") or "~").expanduser() / ".aws"
     config = _read_ini(Path(environment.get("AWS_CONFIG_FILE") or home / "config"))
@@ -98,28 +106,21 @@ def _read_profile(environment: Mapping[str, str]) -> dict[str, str]:
     section = "default" if name == "default" else f"profile {name}"
     if name != "default" and not config.has_section(section) and not credentials.has_section(name):
         raise InvalidInputError(f"there is no AWS profile {name!r}", hint="check AWS_PROFILE and ~/.aws")
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for parser, wanted in ((config, section), (credentials, name)):
         if parser.has_section(wanted):
-            found |= {key: value for key, value in parser.items(wanted) if value}
-    return found
+            settings |= {key: value for key, value in parser.items(wanted) if value}
+    return settings
 
 
 def _read_ini(path: Path) -> configparser.RawConfigParser:
-    # Nothing of these files is inherited by another section: AWS's `default` is a profile like any other.
+    # No section inherits from `default`: for AWS it is a profile like any other.
     parser = configparser.RawConfigParser(default_section="", strict=False, allow_no_value=True)
     try:
         parser.read_string(path.expanduser().read_text())
     except FileNotFoundError:
         pass
     except (configparser.Error, OSError, UnicodeDecodeError):
-        # The parser's own words quote the line, and that may hold a secret.
-        raise InvalidInputError(f"{path} cannot be read", hint="repair it, or use environment variables") from None
+        # The parser's message quotes the line, which may hold a secret.
+        raise InvalidInputError(f"{path} cannot be read", hint="fix it, or use environment variables") from None
     return parser
-
-
-def _read_certificates(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidInputError(f"{path}: {error.strerror}", hint="AWS_CA_BUNDLE names it") from error

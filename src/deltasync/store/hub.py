@@ -1,8 +1,8 @@
-"""Hugging Face Buckets: objects as files of a bucket on the Hub, by the Hub's own client (extra `hf`).
+"""Hugging Face Buckets: objects as files of a bucket on the Hub, through the Hub's own client (extra `hf`).
 
-A bucket has no way to write a file only if there is none: `create` is refused, and a feed there has a single writer,
-held by a lease. The client retries by itself, five times and with growing pauses, after connection errors and the
-statuses 408, 429 and 5xx; so nothing is retried here, and what fails with `transient` has failed six times.
+A bucket has no create-if-absent: `create` is refused, and a feed has a single writer, which holds a lease. The client
+retries five times with back-off after connection errors and the statuses 408, 429 and 5xx. Therefore nothing is retried
+here, and an operation that fails with `transient` has failed six times.
 """
 
 import errno
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 RANGE_TIMEOUT_S = 120.0
-"""Without a single byte, of a ranged read. The client knows no time limit for its other requests."""
+"""The time without any byte after which a ranged read fails. The client has no timeout for its other requests."""
 
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _BUCKET_ID = re.compile(rf"{_NAME}/{_NAME}", re.ASCII)
 _TRANSFER_STATUS = re.compile(r"HTTP status (?:client|server) error \(([0-9]{3})\b", re.ASCII)
 _TRANSFER_DISK_FULL = f"(os error {errno.ENOSPC})"
 _URL_QUERY = re.compile(r"\?[^\s)'\"]+")
-_LATER = "the Hub or the network is in trouble, and the client has already tried for a while: try again later"
+_LATER = "the Hub or the network is failing, and the client has retried for a while already: retry later"
 
 
 class BucketStore(Store):
@@ -70,7 +70,7 @@ class BucketStore(Store):
         require_key(key)
         api = _api()
         with self._errors("put", key):
-            # The client takes `bytes` and nothing like it.
+            # The client accepts `bytes` only.
             content = data if isinstance(data, bytes) else bytes(data)
             api.batch_bucket_files(self._bucket_id, add=[(content, self._root + key)])
 
@@ -78,7 +78,7 @@ class BucketStore(Store):
         raise StoreError(
             f"cannot create {key} in {self.url}: a bucket has no create-if-absent",
             transient=False,
-            hint="let one writer put it under a lease, or reach the bucket by the Hub's S3 gateway (docs/stores.md)",
+            hint="let one writer put it under a lease, or use the Hub's S3 gateway (docs/stores.md)",
             key=key,
         )
 
@@ -102,12 +102,12 @@ class BucketStore(Store):
         )
 
         with self._errors("get", key):
-            # HTTP cannot ask for no bytes at all, but the key must be looked up even so.
-            span = {"Range": f"bytes={offset}-{offset + max(length, 1) - 1}", "Accept-Encoding": "identity"}
+            # HTTP cannot request zero bytes, but a missing key must be noticed.
+            headers = {"Range": f"bytes={offset}-{offset + max(length, 1) - 1}", "Accept-Encoding": "identity"}
             response = http_backoff(
                 "GET",
                 f"{api.endpoint}/buckets/{self._bucket_id}/resolve/{quote(self._root + key, safe='')}",
-                headers={**build_hf_headers(library_name=api.library_name), **span},
+                headers={**build_hf_headers(library_name=api.library_name), **headers},
                 timeout=RANGE_TIMEOUT_S,
             )
             if response.status_code == 404 and response.headers.get("X-Error-Code") != "RepoNotFound":
@@ -126,17 +126,17 @@ class BucketStore(Store):
         below = self._root + prefix
         with self._errors("list", prefix):
             entries = list(api.list_bucket_tree(self._bucket_id, below if below else None, recursive=True))
-        found = []
+        infos = []
         for entry in entries:
             key = entry.path.removeprefix(self._root)
             if entry.type != "file" or not entry.path.startswith(below) or not is_key(key):
                 continue
             if after is None or key > after:
-                # A file of unknown age counts as new, so that nobody deletes it for being old.
+                # A file of unknown age counts as new, so that it is not pruned as old.
                 modified = time.time() if entry.uploaded_at is None else entry.uploaded_at.timestamp()
-                found.append(ObjectInfo(key, entry.size, modified))
+                infos.append(ObjectInfo(key, entry.size, modified))
         # The Hub promises no order.
-        return iter(sorted(found, key=lambda info: info.key))
+        return iter(sorted(infos, key=lambda info: info.key))
 
     def delete(self, key: str) -> None:
         require_key(key)
@@ -147,7 +147,7 @@ class BucketStore(Store):
             try:
                 api.batch_bucket_files(self._bucket_id, delete=[self._root + key])
             except BucketBatchError:
-                # Also what a retry is told whose first try went through.
+                # A retry gets this error too if the first request went through.
                 if any(api.get_bucket_paths_info(self._bucket_id, [self._root + key])):
                     raise
 
@@ -159,7 +159,7 @@ class BucketStore(Store):
 
     @contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[None]:
-        """Turns what the client raises into our errors: its own, those of its HTTP library, and of its transfers."""
+        """Translate the errors of the client, of its HTTP library and of its transfers."""
         from huggingface_hub.errors import EntryNotFoundError, HTTPError  # type: ignore[attr-defined]
 
         try:
@@ -179,15 +179,15 @@ class BucketStore(Store):
         status, text = _status(error), _text(error)
         if isinstance(error, BucketBatchError):
             reasons = "; ".join(f"{f.get('path')}: {f.get('error')}" for f in error.failures)
-            return permanent(f"the Hub refused {reasons}", "see the reason that the Hub gives")
+            return permanent(f"the Hub refused {reasons}", "see the reason from the Hub")
         if isinstance(error, OfflineModeIsEnabled):
             return permanent("the client is offline", "unset HF_HUB_OFFLINE")
         if getattr(error, "errno", None) == errno.ENOSPC or _TRANSFER_DISK_FULL in text:
-            return permanent("the local disk is full", "free some space where TMPDIR and HF_HOME are, then go on")
+            return permanent("the local disk is full", "free some space where TMPDIR and HF_HOME are, then retry")
         if status == 401:
             return permanent("the token is missing or wrong (401)", "set HF_TOKEN, or log in with `hf auth login`")
         if status == 403:
-            return permanent(f"the token may not do that (403): {text}", "use a token with access to this bucket")
+            return permanent(f"the token lacks the permission (403): {text}", "use a token with access to this bucket")
         if status == 404 and not _is_about_content(error):
             return permanent(
                 f"there is no bucket {self._bucket_id}, or the token may not see it",
@@ -199,7 +199,7 @@ class BucketStore(Store):
 
 
 def _api() -> "HfApi":
-    """A client for one call. The environment is read now: the client itself reads the endpoint when it is imported."""
+    """A client for one call. HF_ENDPOINT is read here, because the client reads it only when it is imported."""
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
@@ -211,7 +211,7 @@ def _api() -> "HfApi":
 
 
 def _status(error: Exception) -> int | None:
-    """The HTTP status behind an error. The transfer library tells it in its text only."""
+    """The HTTP status behind an error. The transfer library has it only in its message."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):
@@ -221,7 +221,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _text(error: Exception) -> str:
-    """What an error says, in one line, without the queries of URLs: signed ones are as good as a token."""
+    """The first line of the message, without the queries of URLs, which may be signed."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError) and error.server_message:
@@ -231,14 +231,14 @@ def _text(error: Exception) -> str:
 
 
 def _is_about_content(error: Exception) -> bool:
-    """Whether a transfer failed behind the Hub's doors: it begins by asking for a token, then the bucket is known."""
+    """Whether a transfer failed after it got its token. The bucket then exists."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return not isinstance(error, HfHubHTTPError) and "-token" not in str(error)
 
 
 class _Quiet:
-    """No progress bars of the client while calls of ours run: its switch is one for the whole process."""
+    """Disables the client's progress bars while our calls run. The switch is global to the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

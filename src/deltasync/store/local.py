@@ -34,10 +34,10 @@ _NO_EXCLUSIVE_RENAME = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 def claim(temporary: Path, path: Path) -> bool:
-    """Whether `path` is now the file that was written at `temporary`. Of many at once exactly one wins.
+    """Give the file at `temporary` the name `path` unless it is taken; whether it worked. One of many callers wins.
 
-    By a hard link, which network file systems do atomically too; else by a rename that refuses to replace. A file
-    system that has neither raises OSError (EOPNOTSUPP): looking first and renaming then would let two writers win.
+    This uses a hard link, which is atomic on network file systems too, or else a rename that refuses to replace. A
+    file system that has neither raises OSError (EOPNOTSUPP): a check before a rename would let two writers win.
     """
     try:
         os.link(temporary, path)
@@ -51,7 +51,7 @@ def claim(temporary: Path, path: Path) -> bool:
 
 
 def _is_same_file(temporary: Path, path: Path) -> bool:
-    """An NFS client that lost the reply asks again, and is told that its own link exists."""
+    """Whether the link is our own: an NFS client that lost the reply repeats the request and finds its own link."""
     try:
         return os.path.samefile(temporary, path)
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def _rename_if_free(temporary: Path, path: Path) -> bool:
         return True
     code = ctypes.get_errno()
     if code == errno.EEXIST:
-        # Our own rename, asked for twice, if there is nothing left to rename.
+        # If there is nothing left to rename, a repeated request found its own rename.
         return not temporary.exists()
     if code in _NO_EXCLUSIVE_RENAME:
         code = errno.EOPNOTSUPP
@@ -75,21 +75,21 @@ def _rename_if_free(temporary: Path, path: Path) -> bool:
 
 
 LEFTOVER_AGE_S = 86_400.0
-"""Hidden files that a killed writer left behind are removed when they are older."""
+"""Hidden files of killed writers are removed when they are older than this."""
 
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.ASCII)
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _TRANSIENT = frozenset({errno.EAGAIN, errno.EBUSY, errno.EHOSTDOWN, errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT})
 _HINTS = {
-    errno.ENOSPC: "the disk is full: free some space, then go on",
-    errno.EDQUOT: "the quota is used up: free some space or raise it, then go on",
+    errno.ENOSPC: "the disk is full: free some space, then retry",
+    errno.EDQUOT: "the quota is used up: free some space or raise it, then retry",
     errno.EFBIG: "the file system or the limits of this process do not allow files this large",
     errno.EROFS: "the file system is mounted read-only: a feed can be followed there, not published",
-    errno.EACCES: "this user may not do that: check the owner and the mode of the folder",
-    errno.EPERM: "this user may not do that: check the owner and the mode of the folder",
+    errno.EACCES: "this user lacks the permission: check the owner and the mode of the folder",
+    errno.EPERM: "this user lacks the permission: check the owner and the mode of the folder",
     errno.ENOTDIR: "a file is where a folder should be: choose another place",
     errno.EISDIR: "a folder is where an object should be: choose another place",
-    errno.EEXIST: "something else is in its place: choose another place",
+    errno.EEXIST: "something else has this name: choose another place",
     errno.ENAMETOOLONG: "choose a shorter path",
     errno.EOPNOTSUPP: "this file system has neither hard links nor exclusive renames: choose another one",
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
@@ -97,7 +97,7 @@ _HINTS = {
 
 
 class LocalStore(Store):
-    """A folder. It is made by the first write; until then it reads as empty."""
+    """A folder. The first write creates it; until then it reads as empty."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._root = Path(os.path.abspath(path))
@@ -130,7 +130,7 @@ class LocalStore(Store):
                     file.flush()
                     os.fsync(file.fileno())
                 won = claim(temporary, path)
-            # Also for the loser, who will read what the winner may not have synced yet.
+            # Also for the loser, which will read what the winner may not have synced yet.
             sync_folder(path.parent)
         return won
 
@@ -149,7 +149,7 @@ class LocalStore(Store):
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
         require_prefix(prefix)
         require_prefix("" if after is None else after)
-        # No key is empty, so that all keys sort behind "".
+        # No key is empty, so all keys sort after "".
         return self._walk(prefix.rpartition("/")[0], prefix, "" if after is None else after)
 
     def delete(self, key: str) -> None:
@@ -166,15 +166,15 @@ class LocalStore(Store):
         return self._root / key
 
     def _prepare(self, folder: Path) -> None:
-        """Make the folder and all above it, on disk: once, since nothing here removes a folder.
+        """Create the folder and its parents durably, once: nothing here removes a folder.
 
-        A folder that is there already may have been made by another writer a moment ago: it is synced all the same.
+        A folder that exists may have been created by another writer a moment ago, so it is synced as well.
         """
         if folder in self._prepared and folder.is_dir():
             return
         between = [above for above in folder.parents if above.is_relative_to(self._root)]
-        for part in [*reversed(between), folder]:
-            _make_folder(part)
+        for path in [*reversed(between), folder]:
+            _make_folder(path)
         _remove_leftovers(folder)
         self._prepared.add(folder)
 
@@ -183,7 +183,7 @@ class LocalStore(Store):
         with self._errors("list", folder):
             entries = _entries(self._root / folder)
         start = f"{folder}/" if folder else ""
-        # The keys below a folder `a` begin with `a/`: it has its place behind `a-b` and `a.b`, and before `a0`.
+        # The keys below a folder `a` begin with `a/`: it sorts after `a-b` and `a.b`, and before `a0`.
         for name, entry in entries:
             key = start + name
             if name.endswith("/"):
@@ -192,9 +192,12 @@ class LocalStore(Store):
                     yield from self._walk(key[:-1], prefix, after)
             elif key.startswith(prefix) and key > after and is_key(key):
                 with self._errors("list", key):
-                    found = _stat(entry)
-                if found is not None:
-                    yield ObjectInfo(key, found.st_size, found.st_mtime)
+                    try:
+                        stat = entry.stat()
+                    except FileNotFoundError:
+                        # It was deleted after its folder was read.
+                        continue
+                yield ObjectInfo(key, stat.st_size, stat.st_mtime)
 
     @contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[None]:
@@ -214,13 +217,13 @@ class LocalStore(Store):
 def _store_error(error: OSError, what: str, key: str) -> StoreError:
     code = 0 if error.errno is None else error.errno
     transient = code in _TRANSIENT
-    otherwise = "try again" if transient else "look into the system's log; check the disk and the mount"
+    otherwise = "retry" if transient else "check the system's log, the disk and the mount"
     hint = _HINTS.get(code, otherwise)
     return StoreError(f"{what}: {error.strerror}", transient=transient, hint=hint, key=key)
 
 
 def _make_folder(path: Path) -> None:
-    """Make a folder, with all that are missing above it, and wait until its name is on disk."""
+    """Create a folder and its missing parents, and wait until its name is on disk."""
     made = not path.is_dir()
     if made:
         if not path.parent.is_dir():
@@ -229,7 +232,7 @@ def _make_folder(path: Path) -> None:
     try:
         sync_folder(path.parent)
     except PermissionError:
-        # A folder that was given to us, below one that we cannot read.
+        # The folder existed, below one that this user may not read.
         if made:
             raise
 
@@ -243,18 +246,10 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _entries(folder: Path) -> list[tuple[str, os.DirEntry[str]]]:
-    """What is in a folder and not hidden, sorted; the names of folders end with a slash."""
+    """The entries of a folder that are not hidden, sorted; the names of folders end with a slash."""
     try:
         with os.scandir(folder) as entries:
             shown = [entry for entry in entries if not entry.name.startswith(".")]
             return sorted(((f"{e.name}/" if e.is_dir() else e.name, e) for e in shown), key=lambda pair: pair[0])
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """None if the file has been deleted since its folder was read."""
-    try:
-        return entry.stat()
-    except FileNotFoundError:
-        return None

@@ -1,4 +1,4 @@
-"""Objects in the memory of this process: for tests and for trying things out."""
+"""Objects in the memory of this process, for tests and experiments."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store, requ
 
 
 class MemoryStore(Store):
-    """A dict with a lock. What is put is copied: no caller's buffer is kept."""
+    """A dict with a lock. It copies what is put, and keeps no buffer of a caller."""
 
     def __init__(self, name: str = "") -> None:
         self._url = f"memory://{name}"
@@ -71,7 +71,7 @@ class MemoryStore(Store):
             self._objects.pop(key, None)
 
     def close(self) -> None:
-        """Nothing to give back: a store that has a name keeps its objects."""
+        """There is nothing to close: a store that has a name keeps its objects."""
 
 
 _named: dict[str, MemoryStore] = {}

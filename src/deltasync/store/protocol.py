@@ -1,8 +1,8 @@
 """The store protocol: seven verbs on objects under keys, and the checks that all adapters share.
 
 Keys are relative to the store's own prefix: ASCII parts joined by `/`, as `format.keys` builds them. Every adapter
-translates the errors of its client into those of `deltasync.errors`; `deltasync.testing.StoreConformance` checks these
-promises.
+translates the errors of its client into those of `deltasync.errors`; `deltasync.testing.StoreConformance` tests
+this contract.
 """
 
 import re
@@ -18,10 +18,10 @@ Data = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do beyond the least."""
+    """Optional features of a store."""
 
     create_if_absent: bool
-    """`create` is atomic: of many at once exactly one wins. Without it a feed has one writer, held by a lease."""
+    """`create` is atomic: exactly one of several concurrent calls wins. Without it, a writer needs a lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +31,32 @@ class ObjectInfo:
     key: str
     nbytes: int
     modified_unix_s: float
-    """When it was last put, by the store's clock."""
+    """The time of the last put, by the store's clock."""
 
 
 class Store(Protocol):
-    """Safe to use from several threads at once.
+    """Objects under keys. Safe to use from several threads at once.
 
-    Errors: NotFoundError for a key that is not there, StoreError (`transient` if trying again may help, a hint in any
-    case) for all that the store itself fails at.
+    Reads raise NotFoundError for a missing key. All other failures of the store are StoreErrors with a hint, and with
+    `transient` if a retry may help.
     """
 
     @property
     def url(self) -> str:
-        """Where this is, for people: never with a secret in it."""
+        """The location of the store for messages; it never contains a secret."""
         ...
 
     @property
     def capabilities(self) -> Capabilities: ...
 
     def put(self, key: str, data: Data) -> None:
-        """Write an object, whole or not at all, in place of an older one. Durable on return."""
+        """Write an object, whole or not at all, replacing an older one. Durable on return."""
         ...
 
     def create(self, key: str, data: Data) -> bool:
-        """Write an object unless the key is taken; False if it is. Durable on return.
+        """Write an object unless the key exists; False if it does. Durable on return.
 
-        A response may get lost: whoever is told False must look whether the object is his own.
+        After a lost response the client may find its own object: on False, compare what is stored before you give up.
         Stores without the capability raise StoreError.
         """
         ...
@@ -66,22 +66,22 @@ class Store(Protocol):
         ...
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """`length` bytes from `offset` on; fewer where the object ends before."""
+        """`length` bytes from `offset` on, or fewer where the object ends."""
         ...
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
-        """Objects whose key begins with `prefix` and sorts behind `after`, in ascending order of their keys.
+        """Objects whose key begins with `prefix` and sorts after `after`, in ascending order of their keys.
 
-        Every object that was there before the call and still is will be listed: what was put is seen at once.
+        Every object that exists from before the call until its end is listed: a listing sees a put at once.
         """
         ...
 
     def delete(self, key: str) -> None:
-        """Remove an object. A key that is not there is fine."""
+        """Remove an object. A missing key is not an error."""
         ...
 
     def close(self) -> None:
-        """Give back connections. Using the store afterwards is an error of the caller."""
+        """Close connections. The store must not be used afterwards."""
         ...
 
     def __enter__(self) -> Self:
@@ -94,46 +94,48 @@ class Store(Protocol):
 
 
 KEY_CHARS_MAX = 512
-"""Leaves room for a prefix: S3, Google and Azure take 1,024 in all."""
+"""This leaves room for a prefix: S3, Google and Azure allow 1,024 characters in all."""
 
-# The common ground of file systems and buckets: no part begins or ends with a dot, or is longer than a file's name.
+# What all file systems and buckets allow: no part begins or ends with a dot, or is longer than a file name can be.
 _PART = r"[A-Za-z0-9_-](?:[A-Za-z0-9._-]{0,198}[A-Za-z0-9_-])?"
 _KEY = re.compile(rf"{_PART}(?:/{_PART})*", re.ASCII)
 
 
 def is_key(text: str) -> bool:
-    """Whether every store can hold an object under this name, and it does not lead out of the store."""
+    """Whether every store can hold an object under this key, and it does not lead out of the store."""
     return len(text) <= KEY_CHARS_MAX and _KEY.fullmatch(text) is not None
 
 
 def require_key(key: str) -> None:
-    """InvalidInputError for what is not a key."""
+    """InvalidInputError unless `key` is one."""
     if not is_key(key):
         raise InvalidInputError(
-            f"{key!r:.200} is not a key",
+            f"{key!r:.200} is not a valid key",
             hint="use parts of letters, digits, dashes, underscores and dots (not first or last), joined by /",
             key=key,
         )
 
 
 def require_prefix(prefix: str) -> None:
-    """InvalidInputError for what no key can begin with."""
+    """InvalidInputError unless a key can begin with `prefix`."""
     require_key(f"{prefix}0")
 
 
 def require_range(key: str, offset: int, length: int) -> None:
-    """InvalidInputError for a range that begins before the object, or has less than no bytes."""
+    """InvalidInputError if the offset or the length is negative."""
     if offset < 0 or length < 0:
-        raise InvalidInputError(f"{length} bytes from {offset} on of {key}", hint="neither can be negative", key=key)
+        raise InvalidInputError(
+            f"offset and length of a range of {key} must be at least 0, not {offset} and {length}", key=key
+        )
 
 
 def byte_view(data: Data) -> memoryview:
-    """The bytes of `data`, not copied."""
+    """The bytes of `data`, without a copy."""
     return memoryview(data).cast("B")
 
 
 class WrapperStore(Store):
-    """Does what `store` does, and is called what it is called."""
+    """Passes every call on to `store`; subclasses override some of them."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

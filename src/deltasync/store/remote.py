@@ -1,7 +1,7 @@
-"""Objects in a bucket of S3, Google or Azure, or of any server that speaks one of these: through obstore.
+"""Objects in a bucket of S3, Google or Azure, or of any server that speaks one of these protocols, through obstore.
 
-Every request moves about one part: larger objects are put in several parts at once, and read part by part, so that one
-time-out is right for all. To read a large object with many connections, ask for ranges (`transfer.get_whole`).
+Every request transfers about one part: larger objects are put in several concurrent parts and read part by part, so
+that one timeout fits all requests. To read a large object over many connections, read ranges (`feed.fetch.get_whole`).
 """
 
 import os
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 PART_BYTES = 8 << 20
 PARTS_MAX = 9_000
-"""S3 takes 10,000 parts: parts of objects over 70 GB are larger."""
+"""S3 allows 10,000 parts, so the parts of objects over 70 GB are larger."""
 PUT_CONNECTIONS = 8
 
 LEAST_BYTES_PER_S = 256 << 10
-"""A request that is slower than this, besides a minute for the store to think, is given up and made again."""
+"""A request that is slower than this, plus a minute, times out and is retried."""
 
-# About ten seconds in all: it outlives a dropped connection, a throttled moment, a server that starts again. Longer is
-# for the caller to decide, who is told that the error is transient: a publisher waits, a command gives up.
+# About ten seconds in all: long enough for a dropped connection, throttling or a restart of the server. The error is
+# then transient, and the caller decides whether to go on: a publisher retries, a command fails.
 RETRIES = 7
 _BACKOFF = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5), "base": 2}
 
@@ -57,7 +57,7 @@ _CLIENTS: dict[str, type[S3Store] | type[GCSStore] | type[AzureStore]] = {
 
 Connect = Callable[[float], "ObjectStore"]
 
-# The threads of obstore's runtime belong to the process that made the first request, and a fork does not copy them.
+# The threads of obstore's runtime belong to the process of the first request; a fork does not copy them.
 _runtime_pid: int | None = None
 
 
@@ -65,10 +65,10 @@ def open_remote(url: str) -> "RemoteStore":
     """The store at a URL such as `s3://bucket/prefix`, with the account that the environment and ~/.aws describe."""
     parts = urlsplit(url)
     scheme = parts.scheme.lower()
-    # What is wrong with such a URL may be the secret in it: it is not repeated.
+    # Such a URL may contain a secret, so the message does not repeat it.
     if parts.password is not None or parts.query or parts.fragment:
         raise InvalidInputError(
-            f"a {scheme}:// URL with more than a place in it",
+            f"a {scheme}:// URL must not have a password, a query or a fragment",
             hint=f"use {scheme}://bucket/prefix; keys come from the environment",
         )
     names = [name for name in parts.path.split("/") if name]
@@ -79,7 +79,7 @@ def open_remote(url: str) -> "RemoteStore":
     account = read_account(kind)
 
     def connect(timeout_s: float) -> "ObjectStore":
-        # Requests are signed once: those that are made again must be younger than the signature.
+        # Requests are signed once, so retries must end before the signature expires.
         retry: RetryConfig = {
             "max_retries": RETRIES,
             "backoff": _BACKOFF,  # type: ignore[typeddict-item]
@@ -96,13 +96,13 @@ def open_remote(url: str) -> "RemoteStore":
             ) from None
 
     store = RemoteStore(place, connect)
-    # Settings that make no sense are refused now, not at the first request.
+    # Invalid settings are refused now, not at the first request.
     store._client(0)
     return store
 
 
 class RemoteStore(Store):
-    """A prefix of a bucket. `connect` gives a client for requests that may take so many seconds."""
+    """A prefix of a bucket. `connect` returns a client with the given timeout in seconds."""
 
     def __init__(self, url: str, connect: Connect) -> None:
         self._url = url
@@ -114,7 +114,7 @@ class RemoteStore(Store):
         return f"RemoteStore({self._url!r})"
 
     def __reduce__(self) -> tuple[Callable[[str], "RemoteStore"], tuple[str]]:
-        """Only the URL travels to another process: it looks up the account there."""
+        """Only the URL is pickled: the other process reads the account from its own environment."""
         return open_remote, (self._url,)
 
     @property
@@ -136,7 +136,7 @@ class RemoteStore(Store):
             )  # fmt: skip
 
     def create(self, key: str, data: Data) -> bool:
-        """As one request of any size, since parts have no condition. Made again, it can meet its own write: False."""
+        """One request of any size, since parts cannot be conditional. A retry may find its own object: then False."""
         require_key(key)
         view = byte_view(data)
         with self._errors("create", key):
@@ -153,26 +153,26 @@ class RemoteStore(Store):
                 try:
                     return self._get_parts(key)
                 except exceptions.PreconditionError:
-                    # Replaced while it was read.
+                    # The object was replaced while it was read.
                     continue
         raise StoreError(
-            f"{key} in {self._url} changes faster than it can be read", transient=True, hint="try again", key=key
+            f"{key} in {self._url} was replaced each time while it was read", transient=True, hint="retry", key=key
         )
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         require_key(key)
         require_range(key, offset, length)
         with self._errors("get", key):
-            # No request asks for nothing, but a missing object must be noticed.
+            # No request can ask for zero bytes, but a missing object must be noticed.
             return self._fetch(key, offset, offset + max(length, 1))[0][:length]
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
         require_prefix(prefix)
         require_prefix("" if after is None else after)
-        # Collected first: SeaweedFS lists folder by folder, where `a/b` is before `a-b`.
+        # Collected and sorted: SeaweedFS lists folder by folder, with `a/b` before `a-b`.
         with self._errors("list", prefix):
-            found = list(self._listed(prefix, "" if after is None else after))
-        return iter(sorted(found, key=lambda info: info.key))
+            infos = list(self._listed(prefix, "" if after is None else after))
+        return iter(sorted(infos, key=lambda info: info.key))
 
     def delete(self, key: str) -> None:
         require_key(key)
@@ -187,7 +187,7 @@ class RemoteStore(Store):
             self._clients.clear()
 
     def _client(self, nbytes: int) -> "ObjectStore":
-        """A client whose time-out allows for a request of so many bytes: by powers of two, nearly always the first."""
+        """A client whose timeout fits a request of `nbytes`. Most requests share the first one."""
         size_class = min(nbytes // (2 * PART_BYTES), 1 << 10).bit_length()
         with self._lock:
             if size_class not in self._clients:
@@ -202,32 +202,31 @@ class RemoteStore(Store):
         return first if len(parts) == 1 else b"".join(parts)
 
     def _fetch(self, key: str, start: int, end: int, etag: str | None = None) -> tuple[bytes, int, str | None]:
-        """The bytes in a range, as far as there are any; the size of the object; what tells it from its successors."""
+        """The bytes of a range, up to the end of the object; the size of the object; its ETag."""
         client = self._client(end - start)
         options: GetOptions = {"range": (start, end)}
         if etag is not None:
             options["if_match"] = etag
         try:
-            found = obstore.get(client, key, options=options)
-            return found.bytes().to_bytes(), found.meta["size"], found.meta["e_tag"]
+            result = obstore.get(client, key, options=options)
+            return result.bytes().to_bytes(), result.meta["size"], result.meta["e_tag"]
         except exceptions.GenericError as error:
             if is_past_the_end(error):
                 return b"", 0, None
             if not is_not_partial(error):
                 raise
-        found = obstore.get(client, key)
-        whole = found.bytes().to_bytes()
+        whole = obstore.get(client, key).bytes().to_bytes()
         return whole[start:end], len(whole), None
 
     def _listed(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        """What the server lists from about the right place on, filtered: it may not know our kind of prefix."""
+        """List from a safe offset on and filter: a server may only know prefixes that are whole folders."""
         folder, slash, beginning = prefix.rpartition("/")
         folder += slash
         pages = obstore.list(self._client(0), folder or None, offset=_safe_offset(folder, beginning, after))
         for page in pages:
             for meta in page:
                 key = meta["path"]
-                # Contiguous in both orders, by name and folder by folder: the names that begin as the prefix ends.
+                # In both orders, by name and folder by folder, the names that begin with `beginning` are contiguous.
                 name = key[len(folder) :].partition("/")[0]
                 if name > beginning and not name.startswith(beginning):
                     return
@@ -248,16 +247,16 @@ class RemoteStore(Store):
         try:
             yield
         except CLIENT_ERRORS as error:
-            # Not chained: the client's own words may hold a signed request.
+            # Not chained: the client's message may hold a signed request.
             what = f"cannot {verb} {key or 'objects'} in {self._url}"
             raise translate(error, what, key, of_object=verb in ("get", "delete")) from None
 
 
 def _safe_offset(folder: str, beginning: str, after: str) -> str | None:
-    """A key to let the server begin behind: before all that are wanted, in order of names and folder by folder.
+    """An offset that is before all wanted keys, both in order of names and folder by folder.
 
-    The two orders differ only behind `-` and `.`, which sort before `/`: a name is cut there. One letter less, and it
-    names no folder with wanted keys in it: SeaweedFS begins behind a whole folder.
+    The two orders differ only after `-` and `.`, which sort before `/`: the name is cut there. One more letter is
+    dropped, so that it is not a folder with wanted keys: SeaweedFS starts after a whole folder.
     """
     start = beginning
     if after.startswith(folder):

@@ -1,8 +1,7 @@
-"""From what obstore says to the errors of deltasync.
+"""Translate the errors of obstore.
 
-obstore has few classes of errors, and the status and the code of the answer only in the text: this is the one place
-that takes the text apart. Nothing of it is passed on but the status, the code and the reason: the rest may hold parts
-of a signed request.
+obstore has few error classes, and has the status and the code of a response only in its message: this module alone
+parses it. Only the status, the code and the reason are passed on, because the rest may hold parts of a signed request.
 """
 
 import re
@@ -37,26 +36,22 @@ _HINT_LOGIN = "check the keys in the environment or the profile, and that they b
 
 
 def is_past_the_end(error: Exception) -> bool:
-    """Whether a range began where the object had ended already."""
-    text = _own_words(error)
+    """Whether a range began after the end of the object."""
+    text = _message(error)
     return _status(text) == "416" or "Wanted range starting at" in text
 
 
 def is_not_partial(error: Exception) -> bool:
-    """Whether the server sent the whole object when asked for a range, as some gateways do if the range covers it."""
-    return "non-partial response" in _own_words(error)
+    """Whether the server sent the whole object instead of a range, as some gateways do if the range covers it."""
+    return "non-partial response" in _message(error)
 
 
 def translate(error: Exception, what: str, key: str, *, of_object: bool = True) -> DeltasyncError:
-    """The error to raise instead; `what` could not be done. `of_object`: it is an object that may be missing."""
+    """The error to raise; `what` begins its message. `of_object`: the operation is on an object that may be missing."""
     if of_object and isinstance(error, FileNotFoundError) and _NO_BUCKET.search(str(error)) is None:
-        return NotFoundError(f"{what}: it is not there", key=key)
-    found = _refusal(error)
-    if found is None:
-        found = _answer(error)
-    if found is None:
-        found = _silence(error)
-    return StoreError(f"{what}: {found.reason}", transient=found.transient, hint=found.hint, key=key)
+        return NotFoundError(f"{what}: it does not exist", key=key)
+    diagnosis = _refusal(error) or _response(error) or _silence(error)
+    return StoreError(f"{what}: {diagnosis.reason}", transient=diagnosis.transient, hint=diagnosis.hint, key=key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +62,8 @@ class _Diagnosis:
 
 
 def _refusal(error: Exception) -> _Diagnosis | None:
-    """The store understood, and will not do it for us."""
-    text = _own_words(error)
+    """The store refused the request: wrong bucket, credentials, region, clock or permission."""
+    text = _message(error)
     status, code = _status(text), _code(text)
     detail = " ".join(part for part in (status, code) if part is not None)
     if _NO_BUCKET.search(text) is not None:
@@ -90,46 +85,43 @@ def _refusal(error: Exception) -> _Diagnosis | None:
     return None
 
 
-def _answer(error: Exception) -> _Diagnosis | None:
-    """Any other answer. Too many requests, a conflict, or a fault of the server may pass."""
-    text = _own_words(error)
+def _response(error: Exception) -> _Diagnosis | None:
+    """Any other response. Throttling, conflicts and server errors are transient."""
+    text = _message(error)
     status, code = _status(text), _code(text)
     if status is None:
         return None
-    # An upload that the server has forgotten can be made again.
+    # An upload that the server has lost can be repeated.
     transient = status in _MAY_PASS or code == "NoSuchUpload"
-    hint = (
-        "try again"
-        if transient
-        else "the store does not understand what S3, Google or Azure would: is it the right one?"
-    )
+    hint = "retry" if transient else "check that the endpoint speaks the protocol of S3, Google or Azure"
     return _Diagnosis(f"the store answered {status}{'' if code is None else f' {code}'}", hint, transient)
 
 
 def _silence(error: Exception) -> _Diagnosis:
-    """No answer: the connection failed, or the client itself."""
+    """There was no response: the connection or the client failed."""
     whole = str(error)
-    found = _REASON.search(whole)
+    reason = _REASON.search(whole)
     if "InvalidCertificate" in whole:
         return _Diagnosis("its certificate is not trusted", "name that of its authority in AWS_CA_BUNDLE")
     if _BROKEN.search(whole) is not None:
         origin = _ORIGIN.search(whole)
         where = "the store" if origin is None else origin[1]
-        why = "no answer" if found is None else found[1]
-        return _Diagnosis(f"{where} cannot be reached: {why}", "check the endpoint and the network; try again", True)
-    reason = type(error).__name__ if found is None else found[1]
-    return _Diagnosis(reason, "check the URL and the settings of the store")
+        why = "no response" if reason is None else reason[1]
+        return _Diagnosis(f"{where} cannot be reached: {why}", "check the endpoint and the network, then retry", True)
+    return _Diagnosis(
+        type(error).__name__ if reason is None else reason[1], "check the URL and the settings of the store"
+    )
 
 
-def _own_words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error).partition("\n\nDebug source:")[0]
 
 
 def _status(text: str) -> str | None:
-    found = _STATUS.search(text)
-    return None if found is None else found[1]
+    match = _STATUS.search(text)
+    return None if match is None else match[1]
 
 
 def _code(text: str) -> str | None:
-    found = _CODE.search(text)
-    return None if found is None else found[1] or found[2]
+    match = _CODE.search(text)
+    return None if match is None else match[1] or match[2]

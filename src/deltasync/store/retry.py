@@ -1,4 +1,4 @@
-"""Retries for stores that fail for a while."""
+"""Retries of store operations, with exponential back-off."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ _BACKOFF_MOST_S = 10.0
 
 
 class Retry:
-    """Tries store operations again for `limit_s` each; `count` of them were needed. Each is told at `level`."""
+    """Retries an operation for up to `limit_s` seconds. `count` is the number of retries; each is logged at `level`."""
 
     def __init__(self, limit_s: float, *, level: int = logging.WARNING) -> None:
         self.count = 0
@@ -24,23 +24,23 @@ class Retry:
         self._level = level
 
     def __call__(self, act: Callable[[], _T]) -> _T:
-        """The result of `act`, which must be safe to repeat; the last error if the store does not recover."""
-        give_up = time.monotonic() + self._limit_s
+        """The result of `act`, which must be safe to repeat; its last error if the store does not recover in time."""
+        deadline = time.monotonic() + self._limit_s
         pause_s = _BACKOFF_FIRST_S
         while True:
             try:
                 return act()
             except StoreError as error:
-                if not error.transient or time.monotonic() + pause_s > give_up:
+                if not error.transient or time.monotonic() + pause_s > deadline:
                     raise
-                logger.log(self._level, "trying again in %.1f s: %s", pause_s, error)
+                logger.log(self._level, "retrying in %.1f s: %s", pause_s, error)
             self.count += 1
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
 
 
 class RetryingStore(WrapperStore):
-    """Reads are tried again for `limit_s` each; writes are passed on as they are."""
+    """Retries each read for up to `limit_s` seconds; writes are passed on as they are."""
 
     def __init__(self, store: Store, *, limit_s: float) -> None:
         super().__init__(store)
@@ -53,9 +53,9 @@ class RetryingStore(WrapperStore):
         return self._retry()(lambda: self._store.get_range(key, offset, length))
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
-        # All of it at once: a listing that breaks off is begun again.
+        # Collected at once: a listing that breaks off is started again.
         return iter(self._retry()(lambda: [*self._store.list(prefix, after=after)]))
 
     def _retry(self) -> Retry:
-        # Whoever waits for this tells once that the store is away, and not for every read.
+        # At INFO: the caller warns once that the store is unreachable, not for every read.
         return Retry(self._limit_s, level=logging.INFO)

@@ -1,4 +1,4 @@
-"""For users' own tests: does a store keep its promises, and what happens when it fails. Needs pytest."""
+"""For tests of your own stores and of code that uses them: a conformance suite and a store that fails. Needs pytest."""
 
 from deltasync.testing.conformance import StoreConformance
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, Operation, at, at_random, never

@@ -1,11 +1,11 @@
-"""Does a store keep the promises of `deltasync.store.protocol`? A test class to run on any store.
+"""Test whether a store keeps the contract of `deltasync.store.protocol`: a test class for any store.
 
     class TestMyStore(StoreConformance):
         @pytest.fixture
         def store(self):
-            return MyStore(...)  # empty, and of this test alone
+            return MyStore(...)  # empty, and used by this test only
 
-It needs pytest (extra `test`). Every test reads as one promise; some write many objects, and one writes 20 MB.
+It needs pytest (extra `test`). Every test checks one promise; some write many objects, and one writes 20 MB.
 """
 
 import threading
@@ -22,7 +22,7 @@ RACERS = 16
 RACES = 5
 LARGE_BYTES = 20_000_000
 
-# Where the order of whole keys is not that of folders, and names that are odd but allowed. None is a folder of another.
+# Keys that sort differently by folder, and names that are odd but allowed. None is a folder of another.
 KEYS = tuple(
     sorted([
         "a-b", "a.b", "a/b", "a/b-c", "a/b.c", "a0", "aB", "a_b", "a.b-c", "b/c-d", "b/c/d", "b/c.d", "b/c/-", "b/c/_",
@@ -261,7 +261,7 @@ def _require_create(store: Store) -> None:
 
 
 def _bytes(size: int) -> bytes:
-    """The same each time, and without a short period."""
+    """Always the same bytes, without a short period."""
     return b"".join(n.to_bytes(4, "little") for n in range(-(-size // 4)))[:size]
 
 
@@ -270,7 +270,7 @@ def _racer_data(racer: int) -> bytes:
 
 
 def _together(work: Callable[[int], None], workers: Iterable[int]) -> None:
-    """All at once, each in a thread of its own; the first error is raised."""
+    """Run `work` for all workers at once, in one thread each, and raise the first error."""
     each = list(workers)
     with ThreadPoolExecutor(len(each)) as pool:
         for _ in pool.map(work, each):
@@ -278,7 +278,7 @@ def _together(work: Callable[[int], None], workers: Iterable[int]) -> None:
 
 
 def _while(busy: Callable[[threading.Event], None], look: Callable[[], None]) -> None:
-    """Run `look` while `busy` works in another thread; an error of either is raised."""
+    """Run `look` while `busy` runs in another thread, and raise an error of either."""
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(busy, stop)

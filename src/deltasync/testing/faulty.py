@@ -1,9 +1,9 @@
-"""A store that fails on purpose: at the operation that a plan names, before it or after it, always the same way.
+"""A store that fails on purpose, reproducibly, at the operations that a plan chooses.
 
     store = FaultyStore(MyStore(...), at(7, Fault("lose")))
 
-Operations are counted from 1 in the order in which they begin. `store.operations` has all of them, so that one run
-without faults tells how many there are, and a loop over their numbers puts a fault at each.
+Operations are counted from 1 in the order in which they begin. `store.operations` lists them: run once without faults
+to count them, then loop over their numbers to put a fault at each.
 """
 
 import random
@@ -23,17 +23,17 @@ _T = TypeVar("_T")
 
 
 class Crash(BaseException):
-    """The process dies here. No handler of errors sees it, and the store answers nothing any more."""
+    """A simulated death of the process. No error handler catches it, and the store raises it from then on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with one operation.
+    """The fault of one operation.
 
-    `refuse`: it does not happen, and the caller gets a StoreError. `cut`: the same, half way through the transfer; a
-    put is whole or nothing, so that nothing is to be seen of it. `lose`: it happens, but the answer gets lost: again a
-    StoreError. `delay`: it happens `delay_s` later. `flip`: one bit of what is read is another. `crash_before` and
-    `crash_after`: the process dies, and the operation has not, or has, happened.
+    `refuse`: it does not happen, and the caller gets a StoreError. `cut`: the same, halfway through the transfer; a
+    put is whole or nothing, so it has no effect. `lose`: it happens, but the response is lost, and the caller gets a
+    StoreError. `delay`: it happens `delay_s` later. `flip`: one bit of what is read is flipped. `crash_before` and
+    `crash_after`: the process dies before or after the operation happens.
     """
 
     kind: Kind
@@ -51,11 +51,11 @@ class Operation:
 
 
 Plan = Callable[[Operation], Fault | None]
-"""Which operations fail, and how. Called once for each, from several threads."""
+"""Returns the fault of an operation, or None. It is called once for each, from several threads."""
 
 
 def never(operation: Operation) -> None:
-    """A plan without faults: the store only counts."""
+    """A plan without faults: the store only counts operations."""
 
 
 def at(number: int, fault: Fault) -> Plan:
@@ -64,10 +64,10 @@ def at(number: int, fault: Fault) -> Plan:
 
 
 def at_random(rate: float, faults: Sequence[Fault], *, seed: int) -> Plan:
-    """A plan where an operation fails with the probability `rate`, by one of `faults`. The same for the same seed."""
+    """A plan where each operation has one of `faults` with probability `rate`. Equal seeds give equal plans."""
 
     def plan(operation: Operation) -> Fault | None:
-        # By number, and not from one sequence: threads must not change who draws what.
+        # Seeded by number, so that the order of threads does not matter.
         rng = random.Random(f"{seed}:{operation.number}")
         return rng.choice(faults) if rng.random() < rate else None
 
@@ -75,7 +75,7 @@ def at_random(rate: float, faults: Sequence[Fault], *, seed: int) -> Plan:
 
 
 class FaultyStore(WrapperStore):
-    """Any store, with the faults of a plan. `operations` has all calls so far; `close` is none."""
+    """Any store, with the faults of a plan. `operations` lists all calls so far, except `close`."""
 
     def __init__(self, store: Store, plan: Plan = never, *, sleep: Callable[[float], None] = time.sleep) -> None:
         super().__init__(store)
@@ -98,7 +98,7 @@ class FaultyStore(WrapperStore):
         return self._do("get_range", key, lambda: self._store.get_range(key, offset, length), damage=_flipped)
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
-        # All of it at once, so that it is one operation with a before and an after.
+        # Collected at once, so that it is one operation with a before and an after.
         return iter(self._do("list", prefix, lambda: [*self._store.list(prefix, after=after)]))
 
     def delete(self, key: str) -> None:
@@ -120,7 +120,7 @@ class FaultyStore(WrapperStore):
         try:
             result = act()
         finally:
-            # An error of the store is an answer as well: it gets lost like any other.
+            # An error of the store is a response as well, and is lost like any other.
             if fault.kind == "crash_after":
                 raise self._death(operation)
             if fault.kind == "lose":
@@ -142,17 +142,17 @@ class FaultyStore(WrapperStore):
 
 
 def _error(operation: Operation, fault: Fault) -> StoreError:
-    message = {"refuse": "was refused", "cut": "was cut off half way", "lose": "gave no answer"}[fault.kind]
+    message = {"refuse": "was refused", "cut": "was cut off halfway", "lose": "gave no answer"}[fault.kind]
     return StoreError(
         f"operation {operation.number}, {operation.verb} {operation.key}, {message}",
         transient=fault.transient,
-        hint="a fault that was asked for: try again" if fault.transient else "a fault that was asked for",
+        hint="this fault is injected: retry" if fault.transient else "this fault is injected",
         key=operation.key,
     )
 
 
 def _flipped(data: bytes, operation: Operation) -> bytes:
-    """One bit changed, at a place that depends on the number alone."""
+    """The data with one bit flipped, whose place depends on the number of the operation only."""
     if not data:
         return data
     place = random.Random(operation.number).randrange(8 * len(data))

@@ -10,7 +10,7 @@ from deltasync.format.layout import DType
 from deltasync.format.weights import Bits, Positions, Region
 
 Lanes = tuple[int, int]
-"""The two lanes of a state digest, or of a part of one."""
+"""The two lanes of a state digest, or of a difference of two."""
 
 VARIABLE = "DELTASYNC_KERNELS"
 """Environment variable that forces a set of kernels by name; for tests and bug reports."""
@@ -52,7 +52,10 @@ def available() -> list[str]:
 def load(name: str) -> Kernels:
     """The kernels of that name; InvalidInputError if this machine or this build has none."""
     if name not in available():
-        raise InvalidInputError(f"no kernels {name!r} here", hint=f"available: {', '.join(available())}")
+        raise InvalidInputError(
+            f"there are no kernels {name!r:.80} in this build or on this machine",
+            hint=f"available: {', '.join(available())}",
+        )
     if name == "reference":
         from deltasync.kernels.reference import ReferenceKernels
 

@@ -123,7 +123,7 @@ def _region(region: Region) -> _native.Region:
 
 def _writable(region: Region) -> _native.WritableRegion:
     if not all(array.flags.writeable for array in region.arrays):
-        raise InvalidInputError("the arrays to overwrite are read-only")
+        raise InvalidInputError("the arrays to overwrite must be writable, not read-only")
     return _native.WritableRegion(_kind(region.dtype), region.arrays, np.ascontiguousarray(region.runs))
 
 

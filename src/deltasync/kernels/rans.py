@@ -46,7 +46,7 @@ class ByteReader:
                 if byte == 0 and i > 0:
                     break
                 return value
-        raise CorruptError("a varint is too long", rule="block.varint")
+        raise CorruptError("a varint of the block is too long", rule="block.varint")
 
     def array(self, dtype: Any, count: int) -> NDArray[Any]:
         wide = np.dtype(dtype)
@@ -54,7 +54,7 @@ class ByteReader:
 
     def require_end(self) -> None:
         if self._at != len(self._data):
-            raise CorruptError(f"{len(self._data) - self._at} bytes after the end", rule="block.trailing")
+            raise CorruptError(f"the block has {len(self._data) - self._at} bytes after its end", rule="block.trailing")
 
 
 def pack_bits(values: NDArray[np.uint64], widths: NDArray[np.int64]) -> bytes:
@@ -71,7 +71,10 @@ def unpack_bits(data: bytes, widths: NDArray[np.int64]) -> NDArray[np.uint64]:
     total = int(widths.sum())
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
     if len(data) != (total + 7) // 8 or bits[total:].any():
-        raise CorruptError(f"{len(data)} bytes of extra bits where {total} bits belong", rule="sequence.extra")
+        raise CorruptError(
+            f"the extra bits have {len(data)} bytes, or padding that is not zero; they must have {total} bits",
+            rule="sequence.extra",
+        )
     # Sum the bits of each item, weighted by their place, as differences of one running sum (modulo 2^64).
     ends = np.cumsum(widths)
     place = np.arange(total) - np.repeat(ends - widths, widths)
@@ -130,13 +133,13 @@ def encode_symbols(symbols: Symbols, counts: list[int]) -> bytes:
     lanes = 1 << lanes_log2
     out = bytearray((lanes_log2,))
     frequency, start = [], []
-    for part in np.split(symbols, np.cumsum(counts)[:-1]):
-        if len(part):
-            weights = _quantise(np.bincount(part))
+    for of_context in np.split(symbols, np.cumsum(counts)[:-1]):
+        if len(of_context):
+            weights = _quantise(np.bincount(of_context))
             out += bytes((len(weights) - 1,)) + weights.tobytes()
             f = _frequencies(weights)
-            frequency.append(f[part])
-            start.append((np.cumsum(f) - f)[part])
+            frequency.append(f[of_context])
+            start.append((np.cumsum(f) - f)[of_context])
     f = np.concatenate(frequency) if frequency else np.empty(0, np.uint64)
     s = np.concatenate(start) if start else np.empty(0, np.uint64)
     states, words = _rans_encode(f, s, lanes)
@@ -147,7 +150,9 @@ def decode_symbols(reader: ByteReader, counts: list[int], *, alphabet: int) -> S
     """The inverse of `encode_symbols`; symbols are below `alphabet`."""
     lanes_log2 = reader.byte()
     if lanes_log2 > limits.LANES_LOG2_MAX:
-        raise CorruptError(f"2^{lanes_log2} lanes", rule="sequence.lanes")
+        raise CorruptError(
+            f"a sequence has 2^{lanes_log2} lanes; at most 2^{limits.LANES_LOG2_MAX} are allowed", rule="sequence.lanes"
+        )
     tables = [_read_table(reader, alphabet) for count in counts if count]
     word_count = reader.varint()
     states = reader.array("<u4", 1 << lanes_log2).astype(np.uint64)
@@ -192,24 +197,24 @@ def _rans_decode(
 ) -> NDArray[np.int64]:
     lanes, count, at = len(x), len(table_of), 0
     if (x < STATE_MIN).any():
-        raise CorruptError("a state is out of range", rule="sequence.state")
+        raise CorruptError(f"a state must be at least {STATE_MIN}", rule="sequence.state")
     ids = np.empty(count, np.int64)
     for row in range(0, count, lanes):
-        part = slice(row, min(row + lanes, count))
-        y = x[: part.stop - row]
+        lane_row = slice(row, min(row + lanes, count))
+        y = x[: lane_row.stop - row]
         slot = y & np.uint64(SLOTS - 1)
-        found = slots[table_of[part] * SLOTS + slot.astype(np.int64)]
-        ids[part] = found
-        y = frequency[found] * (y >> np.uint64(PRECISION)) + slot - start[found]
+        symbol = slots[table_of[lane_row] * SLOTS + slot.astype(np.int64)]
+        ids[lane_row] = symbol
+        y = frequency[symbol] * (y >> np.uint64(PRECISION)) + slot - start[symbol]
         low = y < STATE_MIN
         need = int(low.sum())
         if at + need > len(words):
-            raise CorruptError("the words end too early", rule="sequence.words")
+            raise CorruptError("the words of a sequence end too early", rule="sequence.words")
         y[low] = (y[low] << np.uint64(16)) | words[at : at + need]
         at += need
         x[: len(y)] = y
     if at != len(words) or (x != STATE_MIN).any():
-        raise CorruptError("the states do not return to where they began", rule="sequence.state")
+        raise CorruptError("a sequence must end in the states in which the encoder began", rule="sequence.state")
     return ids
 
 
@@ -237,10 +242,10 @@ def _frequencies(weights: Symbols) -> NDArray[np.uint64]:
 def _read_table(reader: ByteReader, alphabet: int) -> NDArray[np.uint64]:
     size = reader.byte() + 1
     if size > alphabet:
-        raise CorruptError(f"a table of {size} symbols where {alphabet} exist", rule="table.size")
+        raise CorruptError(f"a table has {size} symbols; at most {alphabet} are possible", rule="table.size")
     weights = reader.array(np.uint8, size)
     if weights[-1] == 0:
-        raise CorruptError("a table ends with an unused symbol", rule="table.end")
+        raise CorruptError("a table must not end with an unused symbol", rule="table.end")
     return _frequencies(weights)
 
 

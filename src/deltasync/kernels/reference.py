@@ -59,7 +59,7 @@ def gain(region: Region, positions: NDArray[np.uint32], before: Bits, after: Bit
 
 CLASSES_MAX = limits.CLASSES_MAX
 
-# The rest of this module's constants steer the writer only; a reader takes whatever thresholds it finds.
+# These constants affect the writer only; a reader accepts any valid thresholds.
 CLASSES_WANTED = 10
 CLASS_COST_BITS = 320
 ELEMENTS_ALL_BELOW, CHANGES_ALL_BELOW = 1 << 19, 1 << 15
@@ -69,8 +69,8 @@ SAMPLE_RUN, SAMPLE_SCALE = 256, 124
 def exponents(dtype: DType, bits: Bits) -> NDArray[np.uint64]:
     """The exponent field of each element; 0 for integers."""
     wide: NDArray[np.uint64] = bits.astype(np.uint64)
-    found: NDArray[np.uint64] = (wide >> np.uint64(dtype.exponent_shift)) & np.uint64(dtype.exponent_mask)
-    return found
+    fields: NDArray[np.uint64] = (wide >> np.uint64(dtype.exponent_shift)) & np.uint64(dtype.exponent_mask)
+    return fields
 
 
 def zigzag_steps(dtype: DType, before: Bits, after: Bits) -> NDArray[np.uint64]:
@@ -146,8 +146,8 @@ def _from_ordinal(dtype: DType, ordinal: Bits) -> Bits:
 
 def _in_sample(positions: NDArray[np.integer]) -> NDArray[np.bool_]:
     """Which positions belong to the fixed sample of a large block."""
-    found: NDArray[np.bool_] = positions % (SAMPLE_RUN * SAMPLE_SCALE) < SAMPLE_RUN
-    return found
+    sampled: NDArray[np.bool_] = positions % (SAMPLE_RUN * SAMPLE_SCALE) < SAMPLE_RUN
+    return sampled
 
 
 def _population(dtype: DType, before: Bits) -> NDArray[np.int64]:
@@ -164,7 +164,7 @@ def _joined(groups: list[tuple[int, NDArray[np.int64]]], i: int) -> tuple[int, N
 
 
 def _cost(total: int, steps: NDArray[np.int64]) -> int:
-    """Bits, in 1/4096, to tell which of `total` elements changed and by which step symbol."""
+    """Bits, in 1/4096, to code which of `total` elements changed and by which step symbol."""
     cost = _n_log2_n(total) - _n_log2_n(total - int(steps.sum()))
     return cost - sum(_n_log2_n(int(n)) for n in steps[steps > 0].tolist())
 
@@ -199,15 +199,15 @@ Lanes = tuple[int, int]
 
 
 def detect(old: Region, new: Region, start: int, *, cell: int, enough: int) -> tuple[Positions, Bits, int]:
-    """Elements from position `start` on whose bits differ, up to a multiple of `cell` where `enough` are found.
+    """Elements from position `start` on whose bits differ, up to the multiple of `cell` by which `enough` were found.
 
-    Gives their positions, counted from `start`, their new bits, and the position where the search stopped.
+    Returns their positions, counted from `start`, their new bits, and the position where the search stopped.
     """
     before, after = old.gather()[start:], new.gather()[start:]
     different = before != after
-    found = np.concatenate(([0], np.cumsum(different)))
+    counts = np.concatenate(([0], np.cumsum(different)))
     ends = np.minimum(np.arange(cell, len(before) + cell, cell), len(before))
-    full = np.flatnonzero(found[ends] >= enough)
+    full = np.flatnonzero(counts[ends] >= enough)
     stop = min((int(full[0]) + 1) * cell, len(before)) if len(full) else len(before)
     positions = np.flatnonzero(different[:stop]).astype(np.uint32)
     return positions, after[positions], start + stop
@@ -223,7 +223,7 @@ def detect_rounded(
 def overwrite(target: Region, positions: Positions, values: Bits) -> None:
     """Write `values` at `positions`, in place."""
     if not all(array.flags.writeable for array in target.arrays):
-        raise InvalidInputError("the arrays to overwrite are read-only")
+        raise InvalidInputError("the arrays to overwrite must be writable, not read-only")
     _check_pairs(positions, values, target.elements)
     at = positions.astype(np.int64)
     start = 0
@@ -240,7 +240,7 @@ def digest(region: Region) -> Lanes:
 
 
 def digest_change(old: Region, positions: Positions, values: Bits) -> Lanes:
-    """What the digest gains when `values` overwrite `old` at `positions`."""
+    """The change of the digest when `values` overwrite `old` at `positions`."""
     _check_pairs(positions, values, old.elements)
     return gain(old, positions, old.gather()[positions], np.ascontiguousarray(values))
 
@@ -262,8 +262,8 @@ class _ClassView:
 def encode_changes(old: Region, positions: Positions, values: Bits) -> tuple[bool, bytes, Lanes]:
     """One block: where elements changed, by classes of the old exponent, then steps (`exp/1`) or values (`abs/1`).
 
-    `positions` must be ascending and each value must differ from the old bits. Gives whether the values are absolute,
-    the block, and what the digest gains.
+    `positions` must be ascending and each value must differ from the old bits. Returns whether the values are absolute,
+    the block, and the change of the digest.
     """
     before = old.gather()
     _check_changes(positions, values, before)
@@ -297,12 +297,12 @@ def encode_difference(
 ) -> tuple[int, int, bool, bytes, Lanes]:
     """`detect` and `encode_changes` in one: the block that begins at `start`.
 
-    Gives how many elements changed, where the block ends, and what `encode_changes` gives; no bytes if nothing changed.
+    Returns the number of changed elements, the end of the block, and the result of `encode_changes`, empty if none did.
     """
     positions, values, stop = detect(old, new, start, cell=cell, enough=enough)
     if not len(positions):
         return 0, stop, False, b"", (0, 0)
-    return len(positions), stop, *encode_changes(_part(old, start, stop), positions, values)
+    return len(positions), stop, *encode_changes(_slice(old, start, stop), positions, values)
 
 
 def decode_changes(old: Region, data: bytes, *, absolute: bool) -> tuple[Positions, Bits, Lanes]:
@@ -312,7 +312,7 @@ def decode_changes(old: Region, data: bytes, *, absolute: bool) -> tuple[Positio
     thresholds = _read_thresholds(reader, old.dtype)
     counts = [reader.varint() for _ in range(len(thresholds) + 1)]
     if sum(counts) > len(before):
-        raise CorruptError(f"{sum(counts)} changes among {len(before)} elements", rule="changes.count")
+        raise CorruptError(f"a block of {len(before)} elements has {sum(counts)} changes", rule="changes.count")
     gaps = rans.decode_buckets(reader, counts, value_bits=limits.BLOCK_ELEMENTS_LOG2)
     if absolute:
         values = _decode_planes(reader, len(gaps), old.dtype)
@@ -320,9 +320,9 @@ def decode_changes(old: Region, data: bytes, *, absolute: bool) -> tuple[Positio
         steps = rans.decode_buckets(reader, counts, value_bits=8 * old.dtype.width)
     reader.require_end()
     view = _ClassView.of(exponents(old.dtype, before), thresholds)
-    found = view.order[_places(gaps, counts, view.starts)]
-    ascending = np.argsort(found)
-    positions = found[ascending].astype(np.uint32)
+    by_class = view.order[_places(gaps, counts, view.starts)]
+    ascending = np.argsort(by_class)
+    positions = by_class[ascending].astype(np.uint32)
     if not absolute:
         values = step_from(old.dtype, before[positions], steps[ascending])
     return positions, values, digest_change(old, positions, values)
@@ -349,7 +349,7 @@ def _bfloat16(bits: Bits, nan: int) -> Bits:
     return np.where(is_nan, np.uint16(nan), near.astype(np.uint16))
 
 
-def _part(region: Region, start: int, stop: int) -> Region:
+def _slice(region: Region, start: int, stop: int) -> Region:
     """The elements at positions `start` to `stop`."""
     ends = np.cumsum(region.runs[:, 2])
     begins = ends - region.runs[:, 2]
@@ -381,7 +381,7 @@ def _decode_planes(reader: ByteReader, elements: int, dtype: DType) -> Bits:
         elif mode == _CODED and elements:
             planes[:, plane] = rans.decode_symbols(reader, [elements], alphabet=256)
         else:
-            raise CorruptError(f"plane mode {mode}", rule="planes.mode")
+            raise CorruptError(f"the mode of a plane must be {_RAW} or {_CODED}, not {mode}", rule="planes.mode")
     return _rotate(planes.reshape(-1).view(dtype.bits_dtype), dtype, left=False)
 
 
@@ -406,15 +406,17 @@ def _rotate(bits: Bits, dtype: DType, *, left: bool) -> Bits:
 
 def _check_pairs(positions: Positions, values: Bits, elements: int) -> None:
     if len(positions) != len(values):
-        raise InvalidInputError(f"{len(positions)} positions but {len(values)} values", rule="changes.length")
+        raise InvalidInputError(
+            f"there are {len(positions)} positions, but {len(values)} values", rule="changes.length"
+        )
     if len(positions) and (int(positions[-1]) >= elements or (np.diff(positions.astype(np.int64)) <= 0).any()):
-        raise InvalidInputError("positions are not ascending inside the block", rule="changes.order")
+        raise InvalidInputError("positions must ascend and stay inside the block", rule="changes.order")
 
 
 def _check_changes(positions: Positions, values: Bits, before: Bits) -> None:
     _check_pairs(positions, values, len(before))
     if (before[positions] == values).any():
-        raise InvalidInputError("an element listed as changed has its old bits", rule="changes.unchanged")
+        raise InvalidInputError("an element is listed as changed but has its old bits", rule="changes.unchanged")
 
 
 def _gaps(place: NDArray[np.int64], counts: list[int], starts: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -431,10 +433,10 @@ def _places(gaps: NDArray[np.uint64], counts: list[int], starts: NDArray[np.int6
     place = np.empty(len(gaps), np.int64)
     first = 0
     for c, count in enumerate(counts):
-        part = slice(first, first + count)
-        place[part] = np.cumsum(gaps[part].astype(np.int64) + 1) - 1 + starts[c]
-        if count and place[part][-1] >= starts[c + 1]:
-            raise CorruptError(f"a rank in class {c} is past its last element", rule="changes.rank")
+        own = slice(first, first + count)
+        place[own] = np.cumsum(gaps[own].astype(np.int64) + 1) - 1 + starts[c]
+        if count and place[own][-1] >= starts[c + 1]:
+            raise CorruptError(f"a rank in class {c} is after the last element of the class", rule="changes.rank")
         first += count
     return place
 
@@ -442,16 +444,16 @@ def _places(gaps: NDArray[np.uint64], counts: list[int], starts: NDArray[np.int6
 def _read_thresholds(reader: ByteReader, dtype: DType) -> NDArray[np.uint8]:
     count = reader.byte()
     if not 1 <= count <= CLASSES_MAX or (count > 1 and not dtype.is_float):
-        raise CorruptError(f"{count} classes of {dtype.name}", rule="changes.classes")
+        raise CorruptError(f"a block of {dtype.name} cannot have {count} classes", rule="changes.classes")
     thresholds = reader.array(np.uint8, count - 1)
     wide = thresholds.astype(np.int64)
     if (np.diff(wide, prepend=0) <= 0).any() or (wide > dtype.exponent_mask).any():
-        raise CorruptError("class thresholds are not ascending exponents", rule="changes.thresholds")
+        raise CorruptError("class thresholds must be ascending exponents", rule="changes.thresholds")
     return thresholds
 
 
 class ReferenceKernels:
-    """The functions of this module as the `Kernels` of dispatch.py."""
+    """The functions of this module as `Kernels`."""
 
     name = "reference"
     detect = staticmethod(detect)

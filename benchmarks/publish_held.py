@@ -21,6 +21,7 @@ from deltasync.store.local import LocalStore
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.events import PublishEvent
+from deltasync.trainer.publisher import PublisherOptions
 
 HELD_LIMIT = 1.5
 PUBLISHED = torch.bfloat16
@@ -81,7 +82,9 @@ def _measure(
     events: list[PublishEvent] = []
     memory = fill_memory()
     sizes = dict.fromkeys((OURS, FULL, *ANNOUNCED.values()), 0)
-    with Publisher(store, dtype=PUBLISHED, anchors=AnchorPolicy(bytes_ratio=None), observer=events.append) as publisher:
+    with Publisher(
+        store, dtype=PUBLISHED, options=PublisherOptions(anchors=AnchorPolicy(bytes_ratio=None), observer=events.append)
+    ) as publisher:
         publisher.publish(case.states[0]).wait()
         announced = {n: Announced(case.states[0], store, dtype=PUBLISHED) for n in ANNOUNCED}
         state = case.states[0]

@@ -20,6 +20,7 @@ from benchmarks.sections import Section, at_most
 from deltasync.store.local import LocalStore
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.anchoring import AnchorPolicy
+from deltasync.trainer.publisher import PublisherOptions
 
 SHARE_LIMIT = 0.10
 
@@ -51,7 +52,11 @@ def _measure(shape: Shape, number: int) -> list[Row]:
     for work, do in _WORK.items():
         with (
             tempfile.TemporaryDirectory(prefix="deltasync-bench-") as folder,
-            Publisher(LocalStore(Path(folder)), dtype=PUBLISHED, anchors=AnchorPolicy(bytes_ratio=None)) as publisher,
+            Publisher(
+                LocalStore(Path(folder)),
+                dtype=PUBLISHED,
+                options=PublisherOptions(anchors=AnchorPolicy(bytes_ratio=None)),
+            ) as publisher,
         ):
             publisher.publish(case.states[0]).wait()
             publisher.wait()

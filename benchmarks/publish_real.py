@@ -18,6 +18,7 @@ from deltasync.feed.replay import load, replay
 from deltasync.store.protocol import Store
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.events import PublishEvent
+from deltasync.trainer.publisher import PublisherOptions
 
 LEARNING_RATE = 3e-6
 TIED = "lm_head.weight"  # an alias of the embedding: a checkpoint leaves it out
@@ -46,7 +47,9 @@ def publish_steps(
     expected = []
     with ExitStack() as stack:
         publishers = [
-            stack.enter_context(Publisher(store, dtype=torch.bfloat16, wait=True, observer=told.append))
+            stack.enter_context(
+                Publisher(store, dtype=torch.bfloat16, options=PublisherOptions(wait=True, observer=told.append))
+            )
             for store, told in zip(stores, events, strict=True)
         ]
         for step, model in enumerate(models):

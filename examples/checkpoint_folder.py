@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from deltasync import Advance, FolderTarget, Follower
+from deltasync import Advance, FolderTarget, Follower, PublisherOptions
 from deltasync.torch import Publisher
 from deltasync.transformers import model_files
 
@@ -55,7 +55,7 @@ def main(url: str, folder: Path) -> None:
     # The configuration is published beside the weights, so that the folder can be loaded.
     files, target = model_files(trained, dtype=torch.bfloat16), FolderTarget(current)
     with (
-        Publisher(url, dtype=torch.bfloat16, files=files) as publisher,
+        Publisher(url, dtype=torch.bfloat16, options=PublisherOptions(files=files)) as publisher,
         Follower(url, target, mirror=folder / "mirror", observer=on_switch) as follower,
     ):
         publisher.publish(trained, step=0).wait()

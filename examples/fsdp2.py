@@ -38,7 +38,9 @@ def main(url: str, folder: Path) -> None:
     rank = dist.get_rank()
     torch.manual_seed(1 + rank)  # each rank has its own batches
 
-    with ShardedPublisher(url, dtype=torch.bfloat16, observer=print if rank == 0 else None) as publisher:
+    with ShardedPublisher(
+        url, dtype=torch.bfloat16, options=deltasync.PublisherOptions(observer=print if rank == 0 else None)
+    ) as publisher:
         publisher.publish(model, step=0)
         for step in range(1, STEPS + 1):
             batch = torch.randn(32, 256)

@@ -30,7 +30,7 @@ def train(url: str) -> deltasync.Manifest:
     """Publish every step as a version, and return the last one."""
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6)
-    with Publisher(url, dtype=torch.bfloat16, wait=True) as publisher:
+    with Publisher(url, dtype=torch.bfloat16, options=deltasync.PublisherOptions(wait=True)) as publisher:
         publisher.publish(model, step=0)
         for step in range(1, STEPS + 1):
             batch = torch.randn(32, 256)

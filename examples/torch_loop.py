@@ -23,7 +23,7 @@ def main(url: str, folder: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6)
 
-    with Publisher(url, dtype=torch.bfloat16, observer=print) as publisher:
+    with Publisher(url, dtype=torch.bfloat16, options=deltasync.PublisherOptions(observer=print)) as publisher:
         publisher.publish(model, step=0)
         for step in range(1, STEPS + 1):
             batch = torch.randn(32, 256)

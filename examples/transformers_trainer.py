@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import deltasync
-from deltasync import PublishEvent
+from deltasync import PublisherOptions, PublishEvent
 from deltasync.transformers import DeltasyncCallback, What
 
 STEPS = 5
@@ -47,8 +47,9 @@ def train(model: torch.nn.Module, what: What, url: str, folder: Path) -> list[in
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
     events: list[PublishEvent] = []
+    options = PublisherOptions(wait=True, observer=events.append)
     # A trainer does not notify its callbacks of an error: the `with` block releases the feed in any case.
-    with DeltasyncCallback(url, what=what, wait=True, observer=events.append) as callback:
+    with DeltasyncCallback(url, what=what, options=options) as callback:
         Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
     return [event.payload_bytes for event in events if event.kind == "delta" or event.version == 0]
 

@@ -176,12 +176,9 @@ def train(
     url: str, folder: Path, tokenizer: PreTrainedTokenizerFast, rollouts: Rollouts
 ) -> tuple[AsyncGRPOTrainer, DeltasyncTransfer]:
     """The training script: a transfer, a trainer, and the two attached to each other."""
-    transfer = DeltasyncTransfer(
-        url,
-        max_lag=MAX_LAG,
-        files=model_files(AutoModelForCausalLM.from_pretrained(folder / "model"), tokenizer),
-        timeout_s=60,
-    )
+    files = model_files(AutoModelForCausalLM.from_pretrained(folder / "model"), tokenizer)
+    options = deltasync.PublisherOptions(files=files)
+    transfer = DeltasyncTransfer(url, max_lag=MAX_LAG, timeout_s=60, options=options)
     trainer = AsyncGRPOTrainer(
         str(folder / "model"),
         args=AsyncGRPOConfig(

@@ -17,7 +17,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from versions import Account, follow_versions
 
-from deltasync import PublishEvent
+from deltasync import PublisherOptions, PublishEvent
 from deltasync.trl import DeltasyncTransfer
 
 GAMES, GENERATIONS, GROUPS = 1000, 8, 4
@@ -37,7 +37,7 @@ class Training:
             max_lag=options.max_lag,
             timeout_s=options.wait_s,
             dtype=torch.bfloat16,
-            observer=self._published.append,
+            options=PublisherOptions(observer=self._published.append),
         )
         self._trainer = new_trainer(options, transfer, guesses=guesses)
         transfer.attach(self._trainer)

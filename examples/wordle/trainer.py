@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from deltasync import EngineError, InvalidInputError, Publication, PublishEvent
+from deltasync import EngineError, InvalidInputError, Publication, PublisherOptions, PublishEvent
 from deltasync.torch import Publisher
 from deltasync.transformers import model_files
 from wordle.game import Wordle
@@ -52,7 +52,8 @@ def main(settings: Settings, orders: Orders) -> None:
         return
     before = trial(model, wordle, seed=settings.seed)
     files = model_files(model, dtype=PUBLISHED)
-    with Publisher(settings.store, dtype=PUBLISHED, files=files, retry_s=_RETRY_S, observer=_send_version) as publisher:
+    options = PublisherOptions(files=files, retry_s=_RETRY_S, observer=_send_version)
+    with Publisher(settings.store, dtype=PUBLISHED, options=options) as publisher:
         weights = model.num_parameters()
         send("ready", weights=weights, full_bytes=weights * PUBLISHED.itemsize, **_score(before))
         # The replicas cannot start without it.

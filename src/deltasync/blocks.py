@@ -53,16 +53,21 @@ def detect(old: Weights, new: Readable, runs: Runs) -> Iterator[Changes]:
 
 def regroup(layout: Layout, changed: Changed, runs: Runs) -> Iterator[Changes]:
     """The same blocks as `detect` gives, from elements that are already known to have changed."""
-    positions, values = _along(layout, changed, runs)
+    return cut_changes(runs, *_along(layout, changed, runs))
+
+
+def cut_changes(runs: Runs, positions: NDArray[Any], values: Bits) -> Iterator[Changes]:
+    """The same blocks as `detect` gives, from ascending positions along the runs and their new bits."""
     elements = int(runs[:, 2].sum())
+    ends = np.minimum(np.arange(0, elements, limits.CELL_ELEMENTS) + limits.CELL_ELEMENTS, elements)
+    counts = np.searchsorted(positions, ends.astype(positions.dtype))
     start = done = 0
     while start < elements:
-        ends = np.minimum(np.arange(start, elements, limits.CELL_ELEMENTS) + limits.CELL_ELEMENTS, elements)
-        counts = np.searchsorted(positions, ends) - done
-        last = min(int(np.searchsorted(counts, limits.BLOCK_CHANGES_SOFT)), len(ends) - 1)
-        stop, block = int(ends[last]), slice(done, done + int(counts[last]))
-        if counts[last]:
-            yield Changes(slice_runs(runs, start, stop), (positions[block] - start).astype(np.uint32), values[block])
+        last = min(int(np.searchsorted(counts, done + limits.BLOCK_CHANGES_SOFT)), len(ends) - 1)
+        stop, block = int(ends[last]), slice(done, int(counts[last]))
+        if block.stop > done:
+            local = positions[block] - positions.dtype.type(start) if start else positions[block]
+            yield Changes(slice_runs(runs, start, stop), local.astype(np.uint32, copy=False), values[block])
         start, done = stop, block.stop
 
 
@@ -128,10 +133,14 @@ def encode_changed(
     check_changed(old.layout, changed)
 
     def exp_blocks(runs: Runs) -> list[Block]:
-        cut = regroup(old.layout, changed, runs)
-        return [_smallest(old.layout, exp.encode(old, changes), partial(_after, old, changes)) for changes in cut]
+        return [_encode_block(old, changes) for changes in regroup(old.layout, changed, runs)]
 
     return _encode(old, exp_blocks, partial(regroup, old.layout, changed), codec, on_progress)
+
+
+def encode_changes(old: Weights, changes: Iterable[Changes]) -> list[Block]:
+    """The same blocks from changes that are already cut as `detect` cuts them: one block for each."""
+    return list(each(partial(_encode_block, old), changes))
 
 
 def _encode(
@@ -166,6 +175,10 @@ def _smallest(layout: Layout, block: Block, new: Callable[[], Region]) -> Block:
         return block
     dense = planes.encode_whole(block, new())
     return dense if len(dense.data) < len(block.data) else block
+
+
+def _encode_block(old: Weights, changes: Changes) -> Block:
+    return _smallest(old.layout, exp.encode(old, changes), partial(_after, old, changes))
 
 
 def _after(old: Weights, changes: Changes) -> Region:

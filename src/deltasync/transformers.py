@@ -1,4 +1,4 @@
-"""`DeltasyncCallback`: any trainer of transformers publishes after its optimizer steps.
+"""`DeltasyncCallback`: lets any trainer of transformers publish after its optimizer steps.
 
     with DeltasyncCallback("s3://bucket/runs/42", dtype=torch.bfloat16) as callback:
         Trainer(..., callbacks=[callback]).train()
@@ -7,9 +7,9 @@ Models with PEFT adapters publish the adapter alone, or the weights with the ada
 """
 
 import copy
-import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -24,11 +24,12 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.core_model_loading import revert_weight_conversion
 
 from deltasync.errors import DeltasyncError, InvalidInputError
-from deltasync.store.protocol import Store
+from deltasync.store import Feed
 from deltasync.torch.publisher import Publisher, TorchPublisher
 from deltasync.torch.sharded import ShardedPublisher
 from deltasync.torch.tensors import NamedTensors, TorchState, named_tensors, unwrapped
 from deltasync.trainer.events import Publication
+from deltasync.trainer.publisher import PublisherOptions
 
 __all__ = ["DeltasyncCallback", "What", "model_files"]
 
@@ -42,9 +43,8 @@ class AdapterTensors:
             raise InvalidInputError(f"{len(names)} adapters are active: {names}", hint="set_adapter to a single one")
         self._model = model
         self._name = names[0]
-        # PEFT may ask the Hub whether embeddings belong to the adapter: once is enough.
-        found = self._state(None)
-        self._has_embeddings = found.keys() != self._state(False).keys()
+        # PEFT may ask the Hub whether embeddings belong to the adapter: it is asked only once.
+        self._has_embeddings = self._state(None).keys() != self._state(False).keys()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._state(self._has_embeddings).items())
@@ -68,17 +68,17 @@ class AdapterTensors:
 def merged_tensors(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of the base model with the active adapter merged in, one by one, under the base model's names.
 
-    The same bits as `merge_and_unload` of a copy gives. Each layer is merged in a copy of its own, which is gone before
-    the one after the next is made: the model is not touched and never exists twice.
+    The bits are those of `merge_and_unload` on a copy. Each layer is merged in a copy of its own, and at most two of
+    these copies exist at a time: the model is not modified and never exists twice.
     """
     if not isinstance(model.base_model, BaseTuner):
         raise InvalidInputError(
-            f"an adapter of kind {model.peft_type} cannot be merged into weights", hint='say what="adapter"'
+            f"an adapter of kind {model.peft_type} cannot be merged into weights", hint='use what="adapter"'
         )
     try:
         model.base_model._check_merge_allowed()  # type: ignore[no-untyped-call]
     except ValueError as error:
-        raise InvalidInputError(f"the adapter cannot be merged: {error}", hint='say what="adapter"') from error
+        raise InvalidInputError(f"the adapter cannot be merged: {error}", hint='use what="adapter"') from error
     base = model.get_base_model()
     targets = _targets(base)
     _require_own_weights(base, targets)
@@ -92,12 +92,12 @@ def merged_tensors(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _targets(base: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The outermost modules that an adapter replaced, by their path."""
-    found: dict[str, torch.nn.Module] = {}
+    targets: dict[str, torch.nn.Module] = {}
     for path, module in base.named_modules():
         is_target = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        if is_target and _owner(path, found) is None:
-            found[path] = module
-    return found
+        if is_target and _owner(path, targets) is None:
+            targets[path] = module
+    return targets
 
 
 def _owner(name: str, targets: Mapping[str, torch.nn.Module]) -> str | None:
@@ -112,7 +112,7 @@ def _owner(name: str, targets: Mapping[str, torch.nn.Module]) -> str | None:
 
 @torch.no_grad()
 def _merged(target: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What PEFT leaves of one of its modules when it merges and unloads it, from a copy."""
+    """The tensors that PEFT leaves of one of its modules when it merges and unloads it, from a copy."""
     copied: Any = copy.deepcopy(target)
     if hasattr(copied, "unload_and_optionally_merge_module"):
         left = copied.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
@@ -123,7 +123,7 @@ def _merged(target: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _require_own_weights(base: torch.nn.Module, targets: Mapping[str, torch.nn.Module]) -> None:
-    """Merged one by one, two modules with the same weights would part ways."""
+    """InvalidInputError if modules share weights: merged one by one, these would become different."""
     owners: dict[int, tuple[str | None, str]] = {}
     for name, tensor in base.state_dict().items():
         owner = _owner(name, targets)
@@ -134,7 +134,7 @@ def _require_own_weights(base: torch.nn.Module, targets: Mapping[str, torch.nn.M
             raise InvalidInputError(
                 f"{first_name!r:.200} and {name!r:.200} are tied, and an adapter is on one of them: "
                 "they cannot be merged one by one",
-                hint='say what="adapter", or untie them',
+                hint='use what="adapter", or untie them',
             )
 
 
@@ -146,7 +146,7 @@ def _is_base(name: str) -> bool:
 What = Literal["model", "adapter", "merged"]
 Source = Callable[[], TorchState | NamedTensors]
 Send = Callable[[int], Publication]
-"""Publishes what the weights are at this step."""
+"""Publishes the weights of this step."""
 
 
 class DeltasyncCallback(TrainerCallback):
@@ -154,31 +154,33 @@ class DeltasyncCallback(TrainerCallback):
 
     Only the main process publishes; under FSDP2 every process publishes its shard. `what` says which weights: "model";
     of a model with PEFT adapters the "adapter" alone, or "merged", the base model's weights with the adapter merged in,
-    while training goes on unmerged. `files` go beside the weights, on top of the configuration and the tokenizer.
-    Further options are those of `Publisher`, under FSDP2 those that `ShardedPublisher` has, too.
+    while training goes on unmerged. `files` go beside the weights, in addition to the configuration and the tokenizer.
+    `dtype` and `options` are those of `Publisher`; under FSDP2 those of `ShardedPublisher`.
 
-    A publication that fails for good is logged, and the next one carries what it did not; if the last one fails, the
-    end of training raises its error. Training that fails does not tell its callbacks: leave the `with` block, or call
-    `close`, to give back the feed.
+    A publication that fails for good is logged, and the next one carries its changes; if the last one fails, the end
+    of training raises its error. Training that fails does not call its callbacks: leave the `with` block, or call
+    `close`, to release the feed.
     """
 
     def __init__(
         self,
-        store: Store | str,
+        feed: Feed,
         *,
         what: What = "model",
         every_steps: int = 1,
         files: Mapping[str, bytes] | None = None,
-        **options: Any,
+        dtype: torch.dtype | None = None,
+        options: PublisherOptions = PublisherOptions(),
     ) -> None:
         if every_steps < 1:
-            raise InvalidInputError(f"every_steps={every_steps} is never", hint="1 publishes after every step")
-        # A wrong option should be found before the model is loaded.
-        inspect.signature(Publisher).bind(store, **options)
-        self._store = store
+            raise InvalidInputError(
+                f"every_steps must be at least 1, not {every_steps}", hint="1 publishes after every step"
+            )
+        self._feed = feed
         self._what: What = what
         self._every_steps = every_steps
         self._files: Mapping[str, bytes] = {} if files is None else files
+        self._dtype = dtype
         self._options = options
         self._publisher: TorchPublisher | None = None
         self._send: Send | None = None
@@ -198,26 +200,27 @@ class DeltasyncCallback(TrainerCallback):
         is_sharded = _is_sharded(module)
         if not is_sharded and not state.is_world_process_zero:
             return
-        source, files = _source_of(module, self._what, self._options.get("dtype"))
-        files = {**files, **saved_files(kwargs.get("processing_class")), **self._files}
+        source, files = _source_of(module, self._what, self._dtype)
+        files |= saved_files(kwargs.get("processing_class"))
+        options = replace(self._options, files={**files, **self._options.files, **self._files})
         if is_sharded:
             _require_own_names(module, self._what)
-            sharded = ShardedPublisher(self._store, files=files, **self._options)
+            sharded = ShardedPublisher(self._feed, dtype=self._dtype, options=options)
             self._publisher, self._send = sharded, lambda step: sharded.publish(module, step=step)
         else:
-            whole = Publisher(self._store, files=files, **self._options)
+            whole = Publisher(self._feed, dtype=self._dtype, options=options)
             self._publisher, self._send = whole, lambda step: whole.publish(source(), step=step)
         self._publish(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Publish if it is time."""
+        """Publish every `every_steps` steps."""
         if state.global_step % self._every_steps == 0:
             self._publish(state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Publish what is not yet, and wait until all is committed."""
+        """Publish the last weights if they are not published yet, and wait until all is committed."""
         if self._last is not None and self._last.step != state.global_step:
             self._publish(state)
         self.close()
@@ -225,7 +228,7 @@ class DeltasyncCallback(TrainerCallback):
             self._last.wait()
 
     def close(self) -> None:
-        """Finish what is in flight and give back the feed. Safe to call at any time, and twice."""
+        """Finish what is in flight and release the feed. It may be called at any time, and twice."""
         publisher, self._publisher, self._send = self._publisher, None, None
         if publisher is not None:
             publisher.close()
@@ -268,17 +271,17 @@ def saved_files(thing: Any) -> dict[str, bytes]:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         thing.save_pretrained(folder)
-        found = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def _source_of(module: torch.nn.Module, what: What, dtype: torch.dtype | None) -> tuple[Source, dict[str, bytes]]:
-    """Where the weights of each publication come from, and what belongs beside them."""
+    """The source of the weights of each publication, and the files that belong beside them."""
     if what == "model":
         if hasattr(module, "peft_config"):
             raise InvalidInputError(
                 "the model has PEFT adapters, so its own weights are not a checkpoint",
-                hint='say what="adapter" or what="merged"',
+                hint='use what="adapter" or what="merged"',
             )
         if not isinstance(module, PreTrainedModel):
             return lambda: module, {}
@@ -286,11 +289,8 @@ def _source_of(module: torch.nn.Module, what: What, dtype: torch.dtype | None) -
         if _is_converted(module):
             return lambda: revert_weight_conversion(module, named_tensors(module)).items(), files
         return lambda: module, files
-    # Imported here: not everybody has PEFT.
-    from peft import PeftModel
-
     if not isinstance(module, PeftModel):
-        raise InvalidInputError(f"{type(module).__name__} is not a PEFT model", hint='say what="model"')
+        raise InvalidInputError(f"{type(module).__name__} is not a PEFT model", hint='use what="model"')
     if what == "adapter":
         adapter = AdapterTensors(module)
         return lambda: adapter, adapter.files()
@@ -298,7 +298,7 @@ def _source_of(module: torch.nn.Module, what: What, dtype: torch.dtype | None) -
     if _is_converted(base):
         raise InvalidInputError(
             f"the checkpoints of {type(base).__name__} have other tensors than the model, which is not supported here",
-            hint='say what="adapter"',
+            hint='use what="adapter"',
         )
     return lambda: merged_tensors(module), model_files(base, dtype=dtype) if isinstance(base, PreTrainedModel) else {}
 
@@ -312,7 +312,7 @@ def _is_converted(module: torch.nn.Module) -> bool:
 
 
 def _is_sharded(module: torch.nn.Module) -> bool:
-    """Whether processes hold parts of the weights that torch can place; InvalidInputError for those that it cannot."""
+    """Whether the weights are DTensors, sharded over processes; InvalidInputError for other kinds of sharding."""
     if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
         raise InvalidInputError("the weights are sharded by FSDP1", hint="use FSDP2: fsdp_version=2")
     by_deepspeed = [name for name, p in module.named_parameters() if hasattr(p, "ds_id")]
@@ -328,5 +328,5 @@ def _require_own_names(module: torch.nn.Module, what: What) -> None:
     if what != "model" or _is_converted(module):
         raise InvalidInputError(
             f"{what!r} weights of {type(module).__name__} have to be computed from shards, which is not supported",
-            hint="train without FSDP, or publish with deltasync.trainer.sharded.ShardedPublisher what each rank has",
+            hint="train without FSDP, or publish with deltasync.torch.ShardedPublisher what each rank has",
         )

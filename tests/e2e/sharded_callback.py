@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import TrainerControl, TrainerState
 
 from deltasync.torch.publisher import Publisher
+from deltasync.trainer.publisher import PublisherOptions
 from deltasync.transformers import DeltasyncCallback
 
 
@@ -35,7 +36,7 @@ def main() -> None:
     state, control = TrainerState(is_world_process_zero=dist.get_rank() == 0), TrainerControl()
     with (
         DeltasyncCallback(options.feed, dtype=torch.bfloat16) as callback,
-        Publisher(options.reference, dtype=torch.bfloat16, wait=True) as reference,
+        Publisher(options.reference, dtype=torch.bfloat16, options=PublisherOptions(wait=True)) as reference,
     ):
         callback.on_train_begin(None, state, control, model=model)
         for step in range(options.steps):

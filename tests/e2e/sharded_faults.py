@@ -22,6 +22,7 @@ from deltasync.store import open_store
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Fault, FaultyStore, Operation
 from deltasync.torch.sharded import ShardedPublisher
+from deltasync.trainer.publisher import PublisherOptions
 
 FAULTS = ("none", "kill", "hang", "refuse", "lose", "tensor", "step", "fence")
 
@@ -93,7 +94,9 @@ def main() -> None:
     failing = Failing(options.fault if is_victim else "none")
     store = open_store(options.feed)
     publisher = ShardedPublisher(
-        FaultyStore(store, failing.plan), shadow_path=options.shadow, timeout_s=options.timeout_s
+        FaultyStore(store, failing.plan),
+        timeout_s=options.timeout_s,
+        options=PublisherOptions(shadow_path=options.shadow),
     )
     with (options.out / f"{rank}.jsonl").open("w") as out:
         for step in range(3):

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from deltasync.torch.publisher import Publisher
 from deltasync.torch.sharded import ShardedPublisher
 from deltasync.torch.tensors import named_tensors
+from deltasync.trainer.publisher import PublisherOptions
 
 VOCABULARY = 65
 
@@ -81,8 +82,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
     tokens = torch.randint(0, VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(1))
     with (
-        ShardedPublisher(options.feed, dtype=torch.bfloat16, files={"config.json": b"{}"}, timeout_s=120) as publisher,
-        Publisher(options.reference, dtype=torch.bfloat16, wait=True) as reference,
+        ShardedPublisher(
+            options.feed, dtype=torch.bfloat16, timeout_s=120, options=PublisherOptions(files={"config.json": b"{}"})
+        ) as publisher,
+        Publisher(options.reference, dtype=torch.bfloat16, options=PublisherOptions(wait=True)) as reference,
     ):
         for step in range(options.first_step, options.first_step + options.steps):
             if step:

@@ -21,6 +21,7 @@ from deltasync.testing.faulty import FaultyStore
 from deltasync.torch.publisher import Publisher
 from deltasync.torch.tensors import TorchWeights
 from deltasync.trainer.anchoring import AnchorPolicy
+from deltasync.trainer.publisher import PublisherOptions
 
 STEPS = 12
 
@@ -29,7 +30,7 @@ def train(store: Store, folder: Path, *, policy: AnchorPolicy = NEVER) -> Counte
     """Publish every step of a training run; the trainer's operations on the store, by verb."""
     torch.set_num_threads(1)
     counting, training = FaultyStore(store), Run(folder)
-    with Publisher(counting, dtype=torch.bfloat16, anchors=policy) as publisher:
+    with Publisher(counting, dtype=torch.bfloat16, options=PublisherOptions(anchors=policy)) as publisher:
         for _ in range(STEPS):
             training.train()
             publisher.publish(training.model, step=training.step).wait(60)

@@ -12,6 +12,7 @@ from torch import nn
 
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.anchoring import AnchorPolicy
+from deltasync.trainer.publisher import PublisherOptions
 
 CHECKPOINT_STEPS = 3
 
@@ -69,7 +70,9 @@ def run(folder: str, url: str, stop: int, is_mapped: bool, has_begun: Event) -> 
     training.load()
     shadow = Path(folder) / "shadow" if is_mapped else None
     policy = AnchorPolicy(versions=7)
-    with Publisher(url, dtype=torch.bfloat16, shadow_path=shadow, anchors=policy) as publisher:
+    with Publisher(
+        url, dtype=torch.bfloat16, options=PublisherOptions(shadow_path=shadow, anchors=policy)
+    ) as publisher:
         while training.step < stop:
             training.train()
             publisher.publish(training.model, step=training.step)

@@ -32,6 +32,7 @@ from deltasync.checkpoint import companion_files, open_checkpoint
 from deltasync.feed.replay import restore
 from deltasync.store import open_store
 from deltasync.torch.publisher import Publisher
+from deltasync.trainer.publisher import PublisherOptions
 
 from .servers import Server, free_port
 
@@ -282,7 +283,7 @@ def training_feed(model: torch.nn.Module, folder: Path, server: Server | None = 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in () if server is None else server.environment.items():
             patch.setenv(name, value)
-        with Publisher(url, files=companion_files(open_checkpoint(base))) as publisher:
+        with Publisher(url, options=PublisherOptions(files=companion_files(open_checkpoint(base)))) as publisher:
             yield TrainingFeed(model, base, publisher, url)
 
 

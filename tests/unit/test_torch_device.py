@@ -9,9 +9,9 @@ from support.feeds import paper
 
 from deltasync.errors import InvalidInputError
 from deltasync.feed.replay import zeros
+from deltasync.format import limits
 from deltasync.format.manifest import Manifest
-from deltasync.torch import device
-from deltasync.torch.device import DeviceCapture, Place
+from deltasync.torch.device import DeviceCapture
 from deltasync.torch.tensors import _NAMES, TorchWeights
 from deltasync.trainer.capture import Shadow, capture, copy_into, tensors_of
 
@@ -21,7 +21,7 @@ HEAD: Manifest = paper("anchor", 0)
 
 @pytest.fixture(params=[1 << 25, 50, 7], ids=lambda size: f"blocks of {size}")
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "BLOCK_ELEMENTS", request.param)
+    monkeypatch.setattr(limits, "BLOCK_ELEMENTS_MAX", request.param)
 
 
 def model(seed: int, dtype: torch.dtype) -> Tensors:
@@ -61,35 +61,32 @@ CASTS = {f"{name}": (dtype, None) for dtype, name in _NAMES.items()} | {
 
 
 @pytest.mark.usefixtures("_blocks")
-@pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize(("dtype", "cast"), CASTS.values(), ids=CASTS.keys())
-def test_finds_what_the_host_finds(place: Place, dtype: torch.dtype, cast: torch.dtype | None) -> None:
+def test_finds_what_the_host_finds(dtype: torch.dtype, cast: torch.dtype | None) -> None:
     old, new = model(0, dtype), model(1, dtype)
-    shadow, on_device = shadow_of(old, cast), DeviceCapture(place)
+    shadow, on_device = shadow_of(old, cast), DeviceCapture()
     assert plain(on_device.find(shadow, old, cast), shadow) == {}
     found = plain(on_device.find(shadow, new, cast), shadow)
     assert found == plain(capture(shadow.weights, TorchWeights(new, cast=cast)), shadow)
     assert "counter" in found
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_follows_the_shadow(place: Place) -> None:
-    """The copy on the device is told of every version, also of several between two captures."""
+def test_follows_the_shadow() -> None:
+    """The copy on the device follows every version, also several between two captures."""
     states = [model(seed, torch.bfloat16) for seed in range(7)]
-    shadow, on_device = shadow_of(states[0], None), DeviceCapture(place)
+    shadow, on_device = shadow_of(states[0], None), DeviceCapture()
     for number, new in enumerate(states[1:]):
         found = on_device.find(shadow, new, None)
         assert plain(found, shadow) == plain(capture(shadow.weights, TorchWeights(new)), shadow)
         # Every second one is not committed: then the next is captured against the same shadow.
         if number % 2:
-            shadow.advance(dict(tensors_of(shadow.weights.layout, found)), HEAD)
-            back = dict(tensors_of(shadow.weights.layout, capture(shadow.weights, TorchWeights(states[2]))))
-            shadow.advance(back, HEAD)
+            shadow.advance(found, HEAD)
+            shadow.advance(capture(shadow.weights, TorchWeights(states[2])), HEAD)
 
 
 def test_a_capture_is_a_copy() -> None:
     old, new = model(0, torch.float32), model(1, torch.float32)
-    shadow, on_device = shadow_of(old, None), DeviceCapture("device")
+    shadow, on_device = shadow_of(old, None), DeviceCapture()
     found = on_device.find(shadow, new, None)
     before = plain(found, shadow)
     for tensor in new.values():
@@ -100,13 +97,12 @@ def test_a_capture_is_a_copy() -> None:
 def test_the_copy_on_the_device_is_not_the_shadow() -> None:
     """On the CPU the two could be one by accident, and every change would be lost."""
     old = model(0, torch.float32)
-    shadow, on_device = shadow_of(old, None), DeviceCapture("device")
+    shadow, on_device = shadow_of(old, None), DeviceCapture()
     on_device.find(shadow, old, None)
     shadow.weights.arrays[0][:] ^= 1
     assert plain(on_device.find(shadow, old, None), shadow) == {}
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -117,8 +113,8 @@ def test_the_copy_on_the_device_is_not_the_shadow() -> None:
     ],
     ids=["appeared", "vanished", "another shape", "another type"],
 )
-def test_other_tensors_are_refused_by_name(place: Place, change: Callable[[Tensors], Tensors]) -> None:
+def test_other_tensors_are_refused_by_name(change: Callable[[Tensors], Tensors]) -> None:
     tensors = model(0, torch.float32)
     shadow = shadow_of(tensors, None)
     with pytest.raises(InvalidInputError, match=r"more|whole"):
-        DeviceCapture(place).find(shadow, change(tensors), None)
+        DeviceCapture().find(shadow, change(tensors), None)

@@ -15,7 +15,7 @@ from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.weights import Changes, Weights
 from deltasync.replica.target import Staged
-from deltasync.torch.module import ModuleTarget, _scattering
+from deltasync.torch.module import ModuleTarget, _scatter
 from deltasync.torch.tensors import host_bits, layout_of, named_tensors
 
 
@@ -127,7 +127,7 @@ def test_no_element_is_written_twice_at_once() -> None:
         (np.array([1, 4], np.uint32), np.array([10, 11], np.uint16)),
         (np.array([0, 4], np.uint32), np.array([12, 13], np.uint16)),
     ]
-    write = _scattering(torch.zeros(6, dtype=torch.bfloat16), parts, is_disjoint=False)
+    write = _scatter(torch.zeros(6, dtype=torch.bfloat16), parts, is_disjoint=False)
     assert write.indices is not None
     assert dict(zip(write.indices.tolist(), write.values.tolist(), strict=True)) == {0: 12, 1: 10, 4: 13}
     assert len(write.indices) == 3

@@ -20,6 +20,7 @@ from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import FaultyStore
 from deltasync.torch.publisher import Publisher
 from deltasync.torch.tensors import named_tensors
+from deltasync.trainer.publisher import PublisherOptions
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 
@@ -82,7 +83,7 @@ FORMS: dict[str, Callable[[Model], Any]] = {
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["native", "cast"])
 def test_every_version_has_the_bits_of_its_step(form: Callable[[Model], Any], dtype: torch.dtype | None) -> None:
     store, expected = MemoryStore(), []
-    with Publisher(store, dtype=dtype, wait=True) as to:
+    with Publisher(store, dtype=dtype, options=PublisherOptions(wait=True)) as to:
         for step, model in trained(5):
             to.publish(form(model), step=step)
             expected.append(raw(model, dtype))
@@ -94,7 +95,7 @@ def test_every_version_has_the_bits_of_its_step(form: Callable[[Model], Any], dt
 
 def test_all_forms_may_take_turns() -> None:
     store, expected = MemoryStore(), []
-    with Publisher(store, dtype=torch.bfloat16, wait=True) as to:
+    with Publisher(store, dtype=torch.bfloat16, options=PublisherOptions(wait=True)) as to:
         for step, model in trained(10):
             to.publish(list(FORMS.values())[step % 5](model), step=step)
             expected.append(raw(model, torch.bfloat16))
@@ -107,7 +108,7 @@ def test_nan_and_infinity_are_weights_like_any_other(dtype: torch.dtype | None) 
     store = MemoryStore()
     model = nn.Linear(8, 8)
     values = [float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, 3.4e38, 0.0]
-    with Publisher(store, dtype=dtype, wait=True) as to:
+    with Publisher(store, dtype=dtype, options=PublisherOptions(wait=True)) as to:
         to.publish(model, step=0)
         with torch.no_grad():
             model.weight.view(-1)[:7] = torch.tensor(values)
@@ -139,7 +140,7 @@ def test_a_url_is_opened_and_closed(tmp_path: Path) -> None:
     url = (tmp_path / "feed").as_uri()
     notes = Notes()
     for step in range(2):
-        with Publisher(url, observer=notes, anchors=NEVER) as to:
+        with Publisher(url, options=PublisherOptions(observer=notes, anchors=NEVER)) as to:
             assert to.head is None
             to.publish({"w": torch.full((3,), float(step))}, step=step).wait(LONG_S)
             assert to.head is not None
@@ -208,7 +209,7 @@ def test_nothing_is_done_before_the_first_publication(tmp_path: Path) -> None:
 
 def test_an_empty_model_is_a_feed_too() -> None:
     store = MemoryStore()
-    with Publisher(store, wait=True) as to:
+    with Publisher(store, options=PublisherOptions(wait=True)) as to:
         for step in range(2):
             to.publish({"none": torch.empty(0, 3)}, step=step)
     assert published(store, 1) == {"none": b""}

@@ -3,9 +3,11 @@
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -42,12 +44,13 @@ from deltasync.format.payload import Block
 from deltasync.format.weights import Weights
 from deltasync.store.memory import MemoryStore
 from deltasync.torch.ranks import Failure, owned
-from deltasync.trainer.anchoring import Anchoring
+from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.capture import Shadow, capture, tensors_of
 from deltasync.trainer.shards import Box, Shards, ShardWeights, Spans, chunk, cut, joined
-from deltasync.trainer.version import Part, VersionWriter, grouped, put_anchor
+from deltasync.trainer.version import Group, Part, VersionWriter, grouped, put_anchor
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def indices(spans: Spans) -> list[int]:
@@ -214,23 +217,36 @@ def test_what_cannot_be_published_is_named() -> None:
 
 
 class Table:
-    """The join of some threads: each lays down its part, the first one finishes, all take the result."""
+    """A group of threads: each gives its part, the first one decides, all take the result."""
 
     def __init__(self, size: int) -> None:
         self._meet = threading.Barrier(size, timeout=60)
-        self._parts: list[Part | None] = [None] * size
-        self._result: object = None
+        self._given: list[Any] = [None] * size
+        self._result: Any = None
 
-    def join(self, rank: int) -> Callable[[str, Callable[[], Part], Callable[[Part], T]], T]:
-        def join(about: str, make: Callable[[], Part], finish: Callable[[Part], T]) -> T:
-            self._parts[rank] = make()
-            self._meet.wait()
-            if rank == 0:
-                self._result = finish(Part.total([part for part in self._parts if part is not None]))
-            self._meet.wait()
-            return self._result  # type: ignore[return-value]
+    def seat(self, rank: int, after: threading.Event | None = None) -> Group:
+        """The place of one thread. Its agreements wait for `after`."""
+        return Seat(self, rank, after)
 
-        return join
+
+class Seat:
+    def __init__(self, table: Table, rank: int, after: threading.Event | None) -> None:
+        self._table, self._rank, self._after = table, rank, after
+
+    @contextmanager
+    def report_errors(self) -> Iterator[None]:
+        assert self._after is None or self._after.wait(60)
+        yield
+
+    def agree(self, about: str, mine: T, decide: Callable[[Sequence[T]], R]) -> R:
+        table = self._table
+        table._given[self._rank] = mine
+        table._meet.wait()
+        if self._rank == 0:
+            table._result = decide(table._given)
+        table._meet.wait()
+        result: R = table._result
+        return result
 
 
 def together(size: int, act: Callable[[int], None]) -> None:
@@ -305,30 +321,27 @@ def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Pat
         shards = shards_of(wholes[0].layout, rank, size)
         shadow = Shadow(shard_of(wholes[0], shards), None)
         plain = Weights(shards.local, shadow.weights.arrays)
-        options = {"retry_s": 1.0, "shards": shards}
-        maker = VersionWriter(writer, shadow, join=tables[0].join(rank), **options)
-        moved_on, join = threading.Event(), tables[1].join(rank)
-
-        def later(about: str, make: Callable[[], Part], finish: Callable[[Part], Manifest]) -> Manifest:
-            assert moved_on.wait(60)
-            return join(about, make, finish)
-
-        anchoring = Anchoring(writer, shadow, NEVER, observer=None, join=later, **options)
-        made = maker.first(step=0, base=None, files=None)
-        shadow.advance({}, made.manifest)
+        versions = VersionWriter(
+            writer=writer, layout=wholes[0].layout, retry_s=1.0, shards=shards, group=tables[0].seat(rank)
+        )
+        advanced = threading.Event()
+        anchors = Anchors(replace(versions, group=tables[1].seat(rank, advanced)), shadow, NEVER)
+        made = versions.anchor(shadow.weights, parent=None, step=0, files=None, extra={}).manifest
+        shadow.advance([], made)
         for step, whole in enumerate(wholes[1:], 1):
-            manifests.extend([made.manifest] * (rank == 0))
-            found = capture(plain, Weights(shards.local, shard_of(whole, shards).arrays))
-            captured = dict(tensors_of(shards.local, found))
-            made = maker.delta(captured, step=step)
+            manifests.extend([made] * (rank == 0))
+            captured = capture(plain, Weights(shards.local, shard_of(whole, shards).arrays))
+            encoded = blocks.encode_changes(shadow.weights, captured)
+            made = versions.delta(encoded, parent=made, step=step, files=None, extra={}).manifest
             with shadow.lock:
-                anchoring.note(shadow.advance(captured, made.manifest))
+                anchors.note(dict(tensors_of(shards.local, shadow.bits_before(captured))))
+                shadow.advance(captured, made)
                 if step == 2:
                     # It is written once version 3 has overwritten the shadow.
-                    anchoring.begin(made.manifest)
-        moved_on.set()
-        manifests.extend([made.manifest] * (rank == 0))
-        anchoring.close()
+                    anchors.begin(made)
+        advanced.set()
+        manifests.extend([made] * (rank == 0))
+        anchors.close()
 
     together(size, run)
     assert [m.digest for m in manifests] == [blocks.digest(whole) for whole in wholes]
@@ -356,10 +369,11 @@ def test_a_base_has_the_digest_of_all_ranks() -> None:
         if rank == 0:
             writer.open()
         shadow = Shadow(shard_of(whole, shards), None)
-        maker = VersionWriter(writer, shadow, retry_s=1.0, shards=shards, join=table.join(rank))
-        made = maker.first(step=0, base=BaseRef("some/checkpoint"), files=None)
-        assert (made.manifest.kind, made.manifest.payloads) == ("base", ())
-        assert made.manifest.digest == blocks.digest(whole)
+        versions = VersionWriter(writer=writer, layout=whole.layout, shards=shards, group=table.seat(rank))
+        base = BaseRef("some/checkpoint")
+        manifest = versions.base(shadow.weights, base, step=0, files=None, extra={}).manifest
+        assert (manifest.kind, manifest.payloads) == ("base", ())
+        assert manifest.digest == blocks.digest(whole)
 
     together(3, run)
 
@@ -412,7 +426,7 @@ def test_shards_of_single_elements_are_refused_where_there_are_too_many() -> Non
         if fine:
             assert Shards(layout, [box]).boxes[0].runs == rows
         else:
-            with pytest.raises(InvalidInputError, match="tensor 'w' lies in too many short pieces"):
+            with pytest.raises(InvalidInputError, match="tensor 'w' lies in too many short runs"):
                 Shards(layout, [box])
 
 

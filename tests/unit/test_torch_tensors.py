@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from deltasync.blocks import layout_runs
 from deltasync.errors import InvalidInputError
 from deltasync.feed.replay import zeros
 from deltasync.format.layout import DTYPES
@@ -56,8 +57,8 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.fixture(params=[1 << 19, 64, 7], ids=lambda size: f"chunks of {size}")
 def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "CHUNK_ELEMENTS", request.param)
-    monkeypatch.setattr(capturing, "PIECE_ELEMENTS", 3 * request.param)
+    monkeypatch.setattr(capturing, "CACHED_ELEMENTS", request.param)
+    monkeypatch.setitem(layout_runs.__kwdefaults__, "elements", 3 * request.param)
 
 
 def test_every_type_of_the_format_has_one_in_torch() -> None:
@@ -113,7 +114,7 @@ def _torch_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("chunk", [1 << 19, 100_003, 40_000])
 def test_rounds_as_torch_does(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also subnormal numbers, infinities, and the largest numbers, which become infinite."""
-    monkeypatch.setattr(capturing, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(capturing, "CACHED_ELEMENTS", chunk)
     master = rounding_cases()
     source = TorchWeights({"w": master}, cast=torch.bfloat16)
     assert source.layout.tensors[0].dtype.name == "BF16"
@@ -139,7 +140,7 @@ def test_the_kernel_rounds_as_torch_does(is_uniform: bool, monkeypatch: pytest.M
     """Every bit, those of NaNs too. Where torch makes several NaNs, torch casts."""
     if not is_uniform:
         monkeypatch.setattr(module, "_nan_bits", lambda: None)
-    monkeypatch.setattr(capturing, "PIECE_ELEMENTS", 100_003)
+    monkeypatch.setitem(layout_runs.__kwdefaults__, "elements", 100_003)
     tensors = {"a": rounding_cases(), "b": torch.tensor(0.1), "c": torch.full((3, 5), -torch.nan)}
     source = TorchWeights(tensors, cast=torch.bfloat16)
     runs = np.array([[0, 7, 9], [1, 0, 1]])
@@ -191,7 +192,7 @@ def test_casts_floating_point_only(given: torch.dtype, published: torch.dtype, v
 
 
 def test_one_stretch_of_cast_and_plain_and_strided_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "CHUNK_ELEMENTS", 50)
+    monkeypatch.setattr(capturing, "CACHED_ELEMENTS", 50)
     tensors = {
         "a": torch.randn(13, 7),
         "b": torch.randn(13, 7).to(torch.bfloat16),

@@ -1,4 +1,4 @@
-"""Capture from arrays: all at once, or tensor by tensor; with pieces and chunks so small that there are many."""
+"""Capture from arrays: all at once, or tensor by tensor; with blocks so small that there are many."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,14 +6,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.feeds import paper
 from support.helpers import State, changed, same_bits, state
 
-from deltasync.blocks import Changed
+from deltasync.blocks import Changed, encode_changed, encode_changes, encode_delta, layout_runs
 from deltasync.errors import InvalidInputError
+from deltasync.format import limits
 from deltasync.format.layout import TensorSpec
-from deltasync.format.weights import Bits, Changes, Region, Runs, Weights
+from deltasync.format.payload import Block
+from deltasync.format.weights import Bits, Region, Runs, Weights
 from deltasync.trainer import capture as module
-from deltasync.trainer.capture import capture, capture_each, collect, copy_each, copy_into, overwrite_all, tensors_of
+from deltasync.trainer.capture import (
+    Capture,
+    Shadow,
+    by_tensor,
+    capture,
+    capture_each,
+    collect,
+    copy_each,
+    copy_into,
+    in_blocks,
+    tensors_of,
+)
 
 Tensors = list[tuple[TensorSpec, Bits]]
 
@@ -58,13 +72,21 @@ def plain(changes: Changed) -> dict[str, tuple[list[int], list[int]]]:
     return {name: (indices.tolist(), values.tolist()) for name, (indices, values) in changes.items()}
 
 
-@pytest.fixture(params=[(1 << 24, 1 << 19), (64, 64), (100, 7), (1, 1)], ids=lambda sizes: f"{sizes[0]}/{sizes[1]}")
+# Elements of a stretch, of a cell and compared at a time, and the changes after which a block ends.
+SIZES = [(1 << 25, 1 << 20, 1 << 19, 1 << 19), (640, 64, 640, 40), (1000, 128, 7, 20), (99, 33, 40, 1)]
+
+
+@pytest.fixture(params=SIZES, ids=lambda sizes: "/".join(map(str, sizes)))
 def _sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_ELEMENTS", request.param[0])
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", request.param[1])
+    elements, cell, cached, changes = request.param
+    monkeypatch.setitem(layout_runs.__kwdefaults__, "elements", elements)
+    monkeypatch.setattr(limits, "BLOCK_ELEMENTS_MAX", elements)
+    monkeypatch.setattr(limits, "CELL_ELEMENTS", cell)
+    monkeypatch.setattr(limits, "BLOCK_CHANGES_SOFT", changes)
+    monkeypatch.setattr(module, "CACHED_ELEMENTS", cached)
 
 
-WAYS: dict[str, Callable[[Weights, Weights], list[Changes]]] = {
+WAYS: dict[str, Callable[[Weights, Weights], Capture]] = {
     "all at once": capture,
     "on the fly": lambda shadow, new: capture(shadow, OnTheFly(new)),
     "one by one": lambda shadow, new: capture_each(shadow, one_by_one(new)),
@@ -83,13 +105,29 @@ PAIRS: dict[str, tuple[State, State]] = {
 @pytest.mark.usefixtures("_sizes", "every_kernels")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize(("old", "new"), PAIRS.values(), ids=PAIRS.keys())
-def test_every_way_finds_the_same(way: Callable[[Weights, Weights], list[Changes]], old: State, new: State) -> None:
+def test_every_way_finds_the_same(way: Callable[[Weights, Weights], Capture], old: State, new: State) -> None:
     shadow, after = Weights.of(old), Weights.of(new)
-    found = dict(tensors_of(shadow.layout, way(shadow, after)))
-    assert plain(found) == differences(shadow, after)
-    target = Weights(shadow.layout, tuple(array.copy() for array in shadow.arrays))
-    overwrite_all(target, found)
-    assert all(np.array_equal(a, b) for a, b in zip(target.arrays, after.arrays, strict=True))
+    assert plain(by_tensor(shadow.layout, way(shadow, after))) == differences(shadow, after)
+    target = Shadow(Weights(shadow.layout, tuple(array.copy() for array in shadow.arrays)), None)
+    target.advance(in_blocks(shadow.layout, way(shadow, after)), paper("anchor", 0))
+    assert all(np.array_equal(a, b) for a, b in zip(target.weights.arrays, after.arrays, strict=True))
+
+
+@pytest.mark.usefixtures("_sizes")
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize(("old", "new"), PAIRS.values(), ids=PAIRS.keys())
+def test_a_capture_is_encoded_as_it_is(way: Callable[[Weights, Weights], Capture], old: State, new: State) -> None:
+    """The blocks are those of two states, and those of changes by tensor: the same runs and the same bytes."""
+    shadow, after = Weights.of(old), Weights.of(new)
+    captured = in_blocks(shadow.layout, way(shadow, after))
+    found = block_fields(encode_changes(shadow, captured))
+    assert found == block_fields(encode_delta(shadow, after))
+    assert found == block_fields(encode_changed(shadow, dict(tensors_of(shadow.layout, captured))))
+    assert bool(found) == bool(differences(shadow, after))
+
+
+def block_fields(blocks: list[Block]) -> list[tuple[object, ...]]:
+    return [(b.codec, b.runs.tolist(), b.changed, b.digest, bytes(b.data)) for b in blocks]
 
 
 def test_bits_are_compared_and_not_numbers() -> None:
@@ -107,7 +145,7 @@ def test_a_capture_is_a_copy() -> None:
     each = capture(shadow, Weights.of(new)), capture_each(shadow, one_by_one(Weights.of(new)))
     for array in Weights.of(new).arrays:
         array[:] = 0
-    assert [plain(dict(tensors_of(shadow.layout, found))) for found in each] == [expected, expected]
+    assert [plain(by_tensor(shadow.layout, found)) for found in each] == [expected, expected]
 
 
 @pytest.mark.usefixtures("_sizes")

@@ -79,6 +79,15 @@ def test_then_deltas(place: Place) -> None:
     place.check()
 
 
+def test_a_manifest_carries_extra_metadata(place: Place) -> None:
+    assert place.publish(extra={"run": "a"}).extra == {"run": "a"}
+    assert place.publish(anchor=True, extra={"run": "b"}).extra == {"run": "b"}
+    assert [place.log.read(version).extra for version in (0, 1)] == [{"run": "a"}, {"run": "b"}]
+    with pytest.raises(InvalidInputError, match="extra must map strings to strings"):
+        place.publish(extra={"run": 1})
+    assert place.log.require_head().version == 1
+
+
 def test_one_file_is_a_checkpoint_too(place: Place) -> None:
     (place.root / "one.safetensors").write_bytes(safetensors_bytes(state()))
     manifest = publish_checkpoint(place.store, place.root / "one.safetensors")

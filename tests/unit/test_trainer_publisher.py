@@ -1,5 +1,6 @@
 """The publisher of weights in memory: going on where another one stopped, and what goes beside the weights."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from deltasync.format.manifest import BaseRef
 from deltasync.format.weights import Bits, Weights
 from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at
+from deltasync.trainer.publisher import PublisherOptions
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 
@@ -306,3 +308,47 @@ def test_a_source_that_fails_half_way_changes_nothing() -> None:
         to.publish_each(tensors_of(nth(following)), step=following).wait(LONG_S)
     to.close()
     require_steps(store, dict(enumerate(range(3))))
+
+
+def test_a_manifest_carries_extra_metadata() -> None:
+    store = MemoryStore()
+    to = publisher(store, wait=True)
+    for step in range(3):
+        publish(to, step, extra={"reward": f"0.{step}"} if step != 1 else None)
+    to.publish_each(tensors_of(nth(3)), step=3, extra={"note": "last"})
+    to.close()
+    manifests = require_steps(store, dict(enumerate(range(4))))
+    assert [m.extra for m in manifests] == [{"reward": "0.0"}, {}, {"reward": "0.2"}, {"note": "last"}]
+
+
+@pytest.mark.parametrize("extra", [{"a": 1}, {1: "a"}, {"a": None}, {"a": "x" * (64 << 10)}], ids=repr)
+def test_extra_metadata_that_a_manifest_cannot_carry(extra: Any) -> None:
+    store = MemoryStore()
+    to = publisher(store)
+    with pytest.raises(InvalidInputError, match=r"extra (must map strings to strings|may have at most)"):
+        publish(to, 0, extra=extra)
+    assert publish(to, 1).wait(LONG_S).version == 0
+    to.close()
+    require_steps(store, {0: 1})
+
+
+def test_publications_start_no_threads_of_their_own() -> None:
+    to = publisher(MemoryStore(), wait=True)
+    for step in range(4):
+        publish(to, step, anchor=step == 1).wait(LONG_S)
+    before = {thread.ident for thread in threading.enumerate()}
+    started: list[threading.Thread] = []
+    with pytest.MonkeyPatch.context() as patch:
+        start = threading.Thread.start
+        patch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread)))
+        for step in range(4, 12):
+            publish(to, step).wait(LONG_S)
+    assert started == []
+    assert {thread.ident for thread in threading.enumerate()} == before
+    to.close()
+
+
+@pytest.mark.parametrize("options", [{"capture_on": "gpu"}, {"retry_s": -1}], ids=str)
+def test_options_that_make_no_sense(options: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"(capture_on|retry_s) must be"):
+        PublisherOptions(**options)

@@ -8,14 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.feeds import paper
 
 from deltasync.blocks import Changed, check_changed, detect, layout_runs
+from deltasync.feed.replay import zeros
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
+from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Changes, Weights, index_dtype
 from deltasync.trainer import capture as module
-from deltasync.trainer.capture import bits_at, overwrite_all, rebase, tensors_of
+from deltasync.trainer.capture import Shadow, TensorChanges, in_blocks, rebase, tensors_of
 
 SHAPES = {"a": ("BF16", (7, 9)), "b": ("F32", (5,)), "c": ("BF16", (130,)), "none": ("BF16", (0, 3)), "z": ("I64", ())}
+HEAD: Manifest = paper("anchor", 3)
 LAYOUT = Layout.of(TensorSpec(name, DTYPES[dtype], shape) for name, (dtype, shape) in SHAPES.items())
 
 
@@ -33,13 +37,13 @@ def weights(rng: np.random.Generator, values: int) -> Weights:
     )
 
 
-def differences(old: Weights, new: Weights) -> Changed:
-    """The plain way."""
+def differences(old: Weights, new: Weights) -> dict[str, TensorChanges]:
+    """By NumPy alone."""
     found = {}
     for spec, a, b in zip(LAYOUT.tensors, old.arrays, new.arrays, strict=True):
         at = np.flatnonzero(a != b)
         if len(at):
-            found[spec.name] = at, b[at]
+            found[spec.name] = at.astype(np.uint32), b[at]
     return found
 
 
@@ -61,16 +65,21 @@ def test_a_rebased_capture_leads_to_the_same_weights(drawn: tuple[int, int]) -> 
     seed, values = drawn
     rng = np.random.default_rng(seed)
     old, first, second = (weights(rng, values) for _ in range(3))
-    sent, pending = differences(old, first), differences(old, second)
-    shadow = copy(old)
-    before = bits_at(shadow, sent)
-    overwrite_all(shadow, sent)
-    rebased = rebase(pending.items(), sent, before)
+    shadow = Shadow(copy(old), None)
+    rebased = advanced(shadow, differences(old, first), differences(old, second))
     check_changed(LAYOUT, rebased)
     # Not one element more or less than the difference: a publication without changes must have none.
     assert plain(rebased) == plain(differences(first, second))
-    overwrite_all(shadow, rebased)
-    assert all(np.array_equal(a, b) for a, b in zip(shadow.arrays, second.arrays, strict=True))
+    shadow.advance(in_blocks(LAYOUT, rebased), HEAD)
+    assert all(np.array_equal(a, b) for a, b in zip(shadow.weights.arrays, second.arrays, strict=True))
+
+
+def advanced(shadow: Shadow, sent: dict[str, TensorChanges], pending: dict[str, TensorChanges]) -> Any:
+    """`pending` after the shadow has advanced by `sent`."""
+    blocks = in_blocks(LAYOUT, sent)
+    before = shadow.bits_before(blocks)
+    shadow.advance(blocks, HEAD)
+    return rebase(LAYOUT, pending, blocks, before)
 
 
 @relaxed
@@ -80,12 +89,9 @@ def test_rebased_again_and_again(seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     chain = [weights(rng, 3) for _ in range(count + 1)]
     last = weights(rng, 3)
-    shadow, pending = copy(chain[0]), differences(chain[0], last)
+    shadow, pending = Shadow(copy(chain[0]), None), differences(chain[0], last)
     for old, new in pairwise(chain):
-        sent = differences(old, new)
-        before = bits_at(shadow, sent)
-        overwrite_all(shadow, sent)
-        pending = rebase(pending.items(), sent, before)
+        pending = advanced(shadow, differences(old, new), pending)
     assert plain(pending) == plain(differences(chain[-1], last))
 
 
@@ -102,13 +108,13 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 
 @pytest.mark.parametrize(("old", "sent", "pending"), CASES.values(), ids=CASES.keys())
 def test_rebase_by_hand(old: list[int], sent: list[int], pending: list[int]) -> None:
-    def change(to: list[int]) -> Changed:
+    def change(to: list[int]) -> dict[str, TensorChanges]:
         at = [i for i, (a, b) in enumerate(zip(old, to, strict=True)) if a != b]
         return {"a": (np.array(at, np.uint32), np.array([to[i] for i in at], np.uint16))} if at else {}
 
-    first = change(sent)
-    before = {"a": (first["a"][0], np.array(old, np.uint16)[first["a"][0]])} if first else {}
-    found = rebase(change(pending).items(), first, before)
+    shadow = Shadow(zeros(LAYOUT), None)
+    shadow.weights.arrays[0][: len(old)] = old
+    found = advanced(shadow, change(sent), change(pending))
     expected = {i: b for i, (a, b) in enumerate(zip(sent, pending, strict=True)) if a != b}
     indices, values = found.get("a", (np.empty(0), np.empty(0)))
     assert dict(zip(indices.tolist(), values.tolist(), strict=True)) == expected

@@ -21,21 +21,24 @@ def equal(a: Weights, b: Weights) -> bool:
 
 
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["memory", "mapped"])
-def test_advance_gives_the_bits_that_it_replaced(is_mapped: bool, tmp_path: Path) -> None:
+def test_the_bits_before_an_advance_take_it_back(is_mapped: bool, tmp_path: Path) -> None:
     old, new = Weights.of(state()), Weights.of(changed(state()))
     weights = shadow_weights(old.layout, tmp_path / "shadow" if is_mapped else None)
     copy_into(weights, old)
     shadow = Shadow(weights, None)
-    told: list[object] = []
-    shadow.followers.append(told.append)
-    found = dict(tensors_of(old.layout, capture(weights, new)))
-    before = shadow.advance(found, HEAD)
+    copied: list[object] = []
+    shadow.copies.append(copied.append)
+    found = capture(weights, new)
+    before = shadow.bits_before(found)
+    shadow.advance(found, HEAD)
     assert equal(weights, new)
     assert shadow.head is HEAD
-    assert told == [found]
-    for name, (indices, values) in before.items():
+    assert copied == [found]
+    assert all(a.positions is b.positions for a, b in zip(before, found, strict=True))
+    for name, (indices, values) in tensors_of(old.layout, before):
         assert np.array_equal(values, old.arrays[old.layout.ordinals[name]][indices])
-        assert indices is found[name][0]
+    shadow.advance(before, HEAD)
+    assert equal(weights, old)
 
 
 def test_a_mapped_shadow_is_a_safetensors_file(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from deltasync.format import keys
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store
 from deltasync.torch.tensors import named_tensors
+from deltasync.trainer.publisher import PublisherOptions
 from deltasync.transformers import AdapterTensors, DeltasyncCallback, merged_tensors, model_files
 
 SIZES = {
@@ -127,7 +128,7 @@ def test_every_step_is_a_version_that_loads_as_the_trainer_had_it(tmp_path: Path
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w1")
     store, recorder = MemoryStore(), Recorder(named_tensors)
     model = llama(tied=True)
-    with DeltasyncCallback(store, wait=True) as callback:
+    with DeltasyncCallback(store, options=PublisherOptions(wait=True)) as callback:
         train(model, tmp_path, callback, recorder, tokenizer=tokenizer, gradient_accumulation_steps=2)
     assert steps(store) == [0, 1, 2, 3]
     model.save_pretrained(tmp_path / "saved")
@@ -149,7 +150,12 @@ def test_every_step_is_a_version_that_loads_as_the_trainer_had_it(tmp_path: Path
 )
 def test_every_few_steps_and_the_last(tmp_path: Path, every_steps: int, max_steps: int, expected: list[int]) -> None:
     store, model = MemoryStore(), llama()
-    train(model, tmp_path, DeltasyncCallback(store, every_steps=every_steps, wait=True), max_steps=max_steps)
+    train(
+        model,
+        tmp_path,
+        DeltasyncCallback(store, every_steps=every_steps, options=PublisherOptions(wait=True)),
+        max_steps=max_steps,
+    )
     assert steps(store) == expected
     assert_same_bits(restored(store, tmp_path, len(expected) - 1), named_tensors(model))
 
@@ -174,7 +180,7 @@ def test_the_configuration_is_what_the_model_would_save(tmp_path: Path) -> None:
 
 def test_training_goes_on_in_the_feed_after_a_restart(tmp_path: Path) -> None:
     store, model = MemoryStore(), llama()
-    callback = DeltasyncCallback(store, wait=True)
+    callback = DeltasyncCallback(store, options=PublisherOptions(wait=True))
     train(model, tmp_path, callback, max_steps=2)
     train(model, tmp_path, callback, max_steps=1)
     assert steps(store) == [0, 1, 2, 0, 1]
@@ -195,7 +201,7 @@ def test_fused_experts_are_published_as_the_checkpoint_names_them(tmp_path: Path
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     store, model = MemoryStore(), Qwen3MoeForCausalLM(config)
-    train(model, tmp_path, DeltasyncCallback(store, wait=True), max_steps=1)
+    train(model, tmp_path, DeltasyncCallback(store, options=PublisherOptions(wait=True)), max_steps=1)
     model.save_pretrained(tmp_path / "saved")
     assert_same_bits(restored(store, tmp_path, 1), load_file(tmp_path / "saved" / "model.safetensors"))
 
@@ -302,7 +308,7 @@ def test_adapters_are_published_while_they_are_trained(
 ) -> None:
     store, recorder = MemoryStore(), Recorder(expected)
     model = with_adapter(LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
-    train(model, tmp_path, DeltasyncCallback(store, what=what, wait=True), recorder)
+    train(model, tmp_path, DeltasyncCallback(store, what=what, options=PublisherOptions(wait=True)), recorder)
     assert steps(store) == [0, 1, 2, 3]
     for version in range(4):
         assert_same_bits(restored(store, tmp_path, version), recorder.states[version])

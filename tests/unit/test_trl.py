@@ -18,6 +18,7 @@ from deltasync.format.sealed import Heartbeat
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, ObjectInfo
 from deltasync.torch.tensors import TorchWeights
+from deltasync.trainer.publisher import PublisherOptions
 from deltasync.trl import DeltasyncTransfer, wait_for_replicas
 
 FAR_AWAY_S = 1 << 62
@@ -135,7 +136,7 @@ def quick_labels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("waited")
 def test_every_sync_is_a_version_with_the_weights_and_the_step(store: WatchedStore) -> None:
-    transfer = DeltasyncTransfer(store, wait=True)
+    transfer = DeltasyncTransfer(store, options=PublisherOptions(wait=True))
     trainer = Trainer(transfer)
     transfer.attach(trainer)
     states = []
@@ -172,7 +173,7 @@ def bits_of(tensor: torch.Tensor) -> Any:
 def test_each_sync_waits_for_the_one_max_lag_before_and_the_first_for_replicas(
     store: WatchedStore, waited: list[tuple[int, int]], max_lag: int, replicas: int, expected: list[int]
 ) -> None:
-    transfer = DeltasyncTransfer(store, max_lag=max_lag, require_replicas=replicas, wait=True)
+    transfer = DeltasyncTransfer(store, max_lag=max_lag, require_replicas=replicas, options=PublisherOptions(wait=True))
     trainer = Trainer(transfer)
     for _ in range(4):
         trainer.step()
@@ -200,7 +201,7 @@ def test_no_upload_is_waited_for_before_max_lag_says_so(store: WatchedStore) -> 
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 def test_a_replica_that_stays_behind_stops_training(store: WatchedStore, max_lag: int) -> None:
     store.beat(0)
-    transfer = DeltasyncTransfer(store, max_lag=max_lag, timeout_s=100, wait=True)
+    transfer = DeltasyncTransfer(store, max_lag=max_lag, timeout_s=100, options=PublisherOptions(wait=True))
     trainer = Trainer(transfer)
     for _ in range(max_lag + 1):
         trainer.step()
@@ -256,7 +257,7 @@ def test_training_stops_when_nothing_arrives_for_max_lag_syncs(store: WatchedSto
 
 @pytest.mark.usefixtures("waited")
 def test_what_failed_to_arrive_comes_with_the_next_and_so_does_its_label(store: WatchedStore) -> None:
-    transfer = DeltasyncTransfer(store, max_lag=2, wait=True)
+    transfer = DeltasyncTransfer(store, max_lag=2, options=PublisherOptions(wait=True))
     trainer, worker = attached(transfer)
     trainer.step()
     store.is_full = True

@@ -31,6 +31,7 @@ from deltasync.feed.replay import (
     with_fallback,
     zeros,
 )
+from deltasync.format import limits
 from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Kind, Manifest

@@ -1,35 +1,26 @@
-"""Capture on an accelerator: weights are compared where they are, and only what changed crosses to the host.
+"""Capture on an accelerator: weights are compared on the device, and only what changed is copied to the host.
 
-Written in torch operations only, so that the same code runs on any device. Each block costs one wait for the device,
-the one that tells how many elements changed.
+The code uses torch operations only, so that it runs on any device. Each run of elements waits for the device once, to
+learn how many of them changed.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
 
 import numpy as np
 import torch
 
-from deltasync.blocks import Changed, layout_runs
+from deltasync.blocks import cut_changes, layout_runs
+from deltasync.format import limits
 from deltasync.format.layout import Layout
-from deltasync.format.weights import Bits, Changes, Runs
+from deltasync.format.weights import Bits, Changes, Runs, tensor_parts
 from deltasync.torch.tensors import as_bits, dtype_of, layout_of
 from deltasync.trainer.capture import Shadow, require_same
 
-BLOCK_ELEMENTS = 1 << 25
-
-Place = Literal["device", "host"]
-
 
 class DeviceCapture:
-    """Finds changes of tensors on one device.
+    """Finds changes of tensors on one device, which keeps a copy of the shadow."""
 
-    `place` says where the shadow is read from: a copy on the device, which costs memory there, or the host's, which has
-    to cross to the device every time.
-    """
-
-    def __init__(self, place: Place) -> None:
-        self._place: Place = place
+    def __init__(self) -> None:
         self._copy: _DeviceShadow | None = None
 
     def find(self, shadow: Shadow, tensors: Mapping[str, torch.Tensor], cast: torch.dtype | None) -> list[Changes]:
@@ -37,21 +28,19 @@ class DeviceCapture:
         layout = layout_of(tensors, cast=cast)
         require_same(shadow.weights.layout, layout)
         device = next(iter(tensors.values())).device
-        if self._place == "device" and self._copy is None:
+        if self._copy is None:
             self._copy = _DeviceShadow(shadow, device)
-            shadow.followers.append(self._copy.note)
-        found = []
-        for runs in layout_runs(layout, elements=BLOCK_ELEMENTS):
-            old = _host_block(shadow, runs, device) if self._copy is None else self._copy.block(runs)
-            new = _joined(tensors, layout, runs, cast)
-            at = torch.nonzero(new != old).reshape(-1)
+            shadow.copies.append(self._copy.note)
+        compared = []
+        for runs in layout_runs(layout, elements=limits.BLOCK_ELEMENTS_MAX):
+            new = _cat(list(_flat(tensors, layout, runs, cast)))
+            at = torch.nonzero(new != self._copy.bits(runs)).reshape(-1)
             if at.numel():
-                # Copies to the host run on while the next block is compared.
-                values = _to_host(new[at])
-                found.append((runs, _to_host(at.to(torch.int32)), values))
+                # The copies to the host continue while the next run is compared.
+                compared.append((runs, _to_host(at.to(torch.int32)), _to_host(new[at])))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return [_changes(layout, runs, at, values) for runs, at, values in found]
+        return [changes for runs, at, values in compared for changes in _changes(layout, runs, at, values)]
 
 
 class _DeviceShadow:
@@ -61,30 +50,27 @@ class _DeviceShadow:
         weights = shadow.weights
         self._layout = weights.layout
         self._tensors = [_from_host(array, device) for array in weights.arrays]
-        self._missed: list[Changed] = []
+        self._missed: list[list[Changes]] = []
 
-    def note(self, changed: Changed) -> None:
-        """The shadow moved on, in another thread: the device is told when it is needed next."""
-        self._missed.append(changed)
+    def note(self, blocks: list[Changes]) -> None:
+        """Called in another thread when the shadow advances: the device is updated when it is used next."""
+        self._missed.append(blocks)
 
-    def block(self, runs: Runs) -> torch.Tensor:
-        """The bits of a block."""
+    def bits(self, runs: Runs) -> torch.Tensor:
+        """The bits of some elements."""
         while self._missed:
-            self._apply(self._missed.pop(0))
+            for changes in self._missed.pop(0):
+                self._overwrite(changes)
         return _cat([self._tensors[t][first : first + count] for t, first, count in runs.tolist()])
 
-    def _apply(self, changed: Changed) -> None:
-        for name, (indices, values) in changed.items():
-            target = self._tensors[self._layout.ordinals[name]]
+    def _overwrite(self, changes: Changes) -> None:
+        for ordinal, indices, values in tensor_parts(self._layout, changes):
+            target = self._tensors[ordinal]
             at = torch.from_numpy(indices.astype(np.int64)).to(target.device, non_blocking=True)
             target[at] = _from_host(values, target.device)
 
 
-def _joined(tensors: Mapping[str, torch.Tensor], layout: Layout, runs: Runs, cast: torch.dtype | None) -> torch.Tensor:
-    return _cat(list(_pieces(tensors, layout, runs, cast)))
-
-
-def _pieces(
+def _flat(
     tensors: Mapping[str, torch.Tensor], layout: Layout, runs: Runs, cast: torch.dtype | None
 ) -> Iterator[torch.Tensor]:
     for ordinal, first, count in runs.tolist():
@@ -93,12 +79,8 @@ def _pieces(
         yield as_bits(flat.to(dtype_of(tensor, cast)))
 
 
-def _cat(pieces: list[torch.Tensor]) -> torch.Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _host_block(shadow: Shadow, runs: Runs, device: torch.device) -> torch.Tensor:
-    return _from_host(shadow.weights.region(runs).gather(), device)
+def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _from_host(bits: Bits, device: torch.device) -> torch.Tensor:
@@ -115,6 +97,6 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host
 
 
-def _changes(layout: Layout, runs: Runs, at: torch.Tensor, values: torch.Tensor) -> Changes:
+def _changes(layout: Layout, runs: Runs, at: torch.Tensor, values: torch.Tensor) -> Iterator[Changes]:
     bits_dtype = layout.tensors[int(runs[0, 0])].dtype.bits_dtype
-    return Changes(runs, at.numpy().view(np.uint32), values.numpy().view(bits_dtype))
+    return cut_changes(runs, at.numpy().view(np.uint32), values.numpy().view(bits_dtype))

@@ -22,7 +22,7 @@ class ModuleTarget:
     """Tensors of any strides on any device, under the names of the checkpoint; nothing is ever cast.
 
     `hold` is entered while weights are overwritten: a lock that the generating loop holds for each forward pass, or
-    anything else that can be entered again and again.
+    any other context manager that can be entered many times.
     """
 
     def __init__(self, module: TorchState, *, hold: AbstractContextManager[object] | None = None) -> None:
@@ -49,7 +49,7 @@ class ModuleTarget:
         _in_order(named_tensors(self._module), layout)
 
     def stage(self, staged: Staged) -> None:
-        """Bring the changes to the devices. All weights wait for `commit`: there may be no room for two of them."""
+        """Copy the changes to the devices. Full weights wait for `commit`: there may be no memory for a second copy."""
         layout = staged.weights.layout
         tensors = _in_order(named_tensors(self._module), layout)
         if staged.changes is None:
@@ -61,11 +61,11 @@ class ModuleTarget:
             for ordinal, indices, values in tensor_parts(layout, changes):
                 parts.setdefault(ordinal, []).append((indices, values))
         self._writes = [
-            _scattering(tensors[ordinal], found, is_disjoint=staged.is_one_edge) for ordinal, found in parts.items()
+            _scatter(tensors[ordinal], changes, is_disjoint=staged.is_one_edge) for ordinal, changes in parts.items()
         ]
 
     def commit(self, staged: Staged) -> float:
-        """Overwrite what changed, all under the hold; the seconds for which that lasted."""
+        """Overwrite what changed inside the hold; returns the seconds that it took."""
         writes, self._writes = self._writes, None
         if writes is None:
             raise InvalidInputError(f"version {staged.version} was not staged", hint="call stage first")
@@ -77,19 +77,19 @@ class ModuleTarget:
             return time.perf_counter() - since
 
     def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
-        """Compare bit by bit; a tensor with damage is copied whole."""
+        """Compare bit by bit; a damaged tensor is copied as a whole."""
         live = _in_order(named_tensors(self._module), weights.layout)
-        found, writes = [], []
+        damages, writes = [], []
         for ordinal in tensors:
             spec, wanted = weights.layout.tensors[ordinal], weights.arrays[ordinal]
             elements = int(np.count_nonzero(host_bits(live[ordinal], spec.dtype) != wanted))
             if elements:
-                found.append(Damage(spec.name, elements))
+                damages.append(Damage(spec.name, elements))
                 writes.append(_Write(live[ordinal], None, _as_torch(wanted)))
         if writes and repair:
             with self._hold:
                 _perform(writes)
-        return found
+        return damages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,21 +104,21 @@ class _Write:
         if self.indices is None:
             self.tensor.view(bits_type(self.tensor)).copy_(self.values.view(self.tensor.shape))
         elif self.tensor.is_contiguous():
-            # Of the ways that torch has to do this, by far the quickest on a CPU.
+            # The fastest of torch's operations for this on a CPU.
             as_bits(self.tensor).scatter_(0, self.indices, self.values)
         else:
             places = torch.unravel_index(self.indices, self.tensor.shape)
             self.tensor.view(bits_type(self.tensor)).index_put_(places, self.values)
 
 
-def _scattering(
+def _scatter(
     tensor: torch.Tensor, parts: list[tuple[NDArray[np.unsignedinteger], Bits]], *, is_disjoint: bool
 ) -> _Write:
-    """One write of all parts, in which the last one wins."""
+    """One write of all changes of a tensor, in which the last one wins."""
     indices = np.concatenate([i for i, _ in parts]).astype(np.int64)
     values = np.concatenate([v for _, v in parts])
     if not is_disjoint and len(parts) > 1:
-        # Which of two writes to one place wins is for a device to choose: there must not be two.
+        # On a device it is undefined which of two writes to one element wins: there must be only one.
         indices, last = np.unique(indices[::-1], return_index=True)
         values = values[::-1][last]
     return _Write(tensor, torch.from_numpy(indices).to(tensor.device), _as_torch(values).to(tensor.device))

@@ -17,15 +17,14 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from deltasync.errors import DeltasyncError, InvalidInputError, RankError, StoreError
 from deltasync.format.weights import Bits
 from deltasync.trainer.shards import Box, Spans, chunk, joined
-from deltasync.trainer.version import Part
 
 
 def owned(name: str, tensor: torch.Tensor, rank: int) -> tuple[Box, torch.Tensor]:
-    """What this rank publishes of a tensor: where it lies, and the elements, of the shape that the box has here.
+    """What this rank publishes of a tensor: its box in the tensor, and the elements, in the local shape of the box.
 
-    Of a DTensor that is its own shard; where several ranks have the same elements, the first of them along the mesh;
-    where several meshes have a copy of the tensor each, the one of rank 0. Any other tensor is the same on all ranks,
-    and rank 0 publishes it.
+    Of a DTensor it is the shard of this rank. Where several ranks have the same elements, the first of them along the
+    mesh publishes them; where several meshes have a copy of the tensor each, the mesh of rank 0 does. Any other tensor
+    is the same on all ranks, and rank 0 publishes it.
     """
     if isinstance(tensor, DTensor):
         box, local = _box(name, tensor), tensor.to_local()
@@ -64,7 +63,7 @@ def _box(name: str, tensor: DTensor) -> Box:
 def _part(spans: Spans, number: int, parts: int, placement: Placement) -> Spans:
     if not isinstance(placement, _StridedShard):
         return chunk(spans, number, parts)
-    # Made from right to left: another mesh dimension cut it first, and each of its pieces was cut again by this one.
+    # Sharded from right to left: another mesh dimension cut it first, and this one cut each of the results again.
     factor = int(placement.split_factor)
     return joined(chunk(chunk(spans, first, factor), number, parts) for first in range(factor))
 
@@ -76,7 +75,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error of one rank, in a form that crosses to the others."""
+    """An error of one rank, in a form that can be sent to the others."""
 
     rank: int
     cls: type[DeltasyncError]
@@ -86,8 +85,8 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> "Failure":
         if not isinstance(error, DeltasyncError):
-            told = f"{type(error).__name__}: {error!s:.500}"
-            return cls(rank, RankError, told, {"hint": "see the log of that rank"})
+            message = f"{type(error).__name__}: {error!s:.500}"
+            return cls(rank, RankError, message, {"hint": "see the log of that rank"})
         details: dict[str, Any] = {"hint": error.hint, "key": error.key}
         if isinstance(error, StoreError):
             return cls(rank, StoreError, error.message, {**details, "transient": error.transient})
@@ -99,8 +98,8 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
-    """What one rank says: its part of something, or why it has none."""
+class _Message:
+    """What one rank contributes to an agreement, or the error that it had instead."""
 
     about: str
     value: Any
@@ -108,9 +107,9 @@ class _Word:
 
 
 class Ranks:
-    """All ranks of the trainer, joined by a group of their own, so that no collective of the training is in the way.
+    """All ranks of the trainer, in a process group of their own that does not interfere with those of the training.
 
-    One thread at a time. Once a rank is lost, nothing more can be agreed on.
+    One thread uses it at a time. Once a rank is lost, no further agreement is possible.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
@@ -131,97 +130,93 @@ class Ranks:
         try:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout_s))
         except RuntimeError as error:
-            raise _gone("another rank", error) from error
+            raise _lost_contact("another rank", error) from error
         return cls(group, timeout_s=timeout_s)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """An error inside is told to the other ranks, in place of what they expect to hear from this one next."""
-        self._require_whole()
+    def report_errors(self) -> Iterator[None]:
+        """Report an error inside the block to the other ranks, which raise it at their next agreement."""
+        self._require_all()
         try:
             yield
         except BaseException as error:
-            word = _Word("", None, Failure.of(error, self.rank))
+            message = _Message("", None, Failure.of(error, self.rank))
             with suppress(DeltasyncError):
-                _ = self._lead(word, lambda _: None) if self.rank == 0 else self._answer(word)
+                _ = self._lead(message, lambda _: None) if self.rank == 0 else self._follow(message)
             raise
 
     def agree(self, about: str, mine: _T, decide: Callable[[Sequence[_T]], _R]) -> _R:
-        """`decide` on rank 0, with what every rank gave, in their order; its result on all ranks.
+        """Call `decide` on rank 0, with what every rank gave, in their order; returns its result on all ranks.
 
-        If it fails, or a rank tells of an error instead, every rank gets that error. `about` must be the same on all.
+        If it fails, or a rank reports an error instead, every rank raises that error. `about` must be the same on all.
         """
-        self._require_whole()
-        word = _Word(about, mine)
+        self._require_all()
+        message = _Message(about, mine)
         if self.rank == 0:
-            return self._lead(word, decide)
-        said = self._answer(word)
-        if said.failure is not None:
-            raise said.failure.error()
-        result: _R = said.value
+            return self._lead(message, decide)
+        answer = self._follow(message)
+        if answer.failure is not None:
+            raise answer.failure.error()
+        result: _R = answer.value
         return result
-
-    def join(self, about: str, make: Callable[[], Part], finish: Callable[[Part], _R]) -> _R:
-        """The join of a process that has others: every rank makes its part, and rank 0 finishes."""
-        with self.telling():
-            part = make()
-        return self.agree(about, part, lambda parts: finish(Part.total(parts)))
 
     def share(self, bits: Bits) -> None:
         """Overwrite `bits` on all ranks with those of rank 0. They must have the same size everywhere."""
-        self._require_whole()
+        self._require_all()
         try:
             dist.broadcast(torch.from_numpy(bits.view("u1")), group_src=0, group=self._group)
         except RuntimeError as error:
             raise self._lose("another rank", error) from error
 
     def close(self) -> None:
-        """Give back the group. The others need not do so at the same time."""
+        """Release the process group. The other ranks need not do so at the same time."""
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
-    def _lead(self, mine: _Word, decide: Callable[[Sequence[_T]], _R]) -> _R:
-        words, lost = [mine], None
+    def _lead(self, mine: _Message, decide: Callable[[Sequence[_T]], _R]) -> _R:
+        """On rank 0: collect the messages, decide, and send the result to all."""
+        messages, lost = [mine], None
         until = time.monotonic() + self._timeout_s
         for rank in range(1, self.size):
             try:
-                words.append(self._receive(rank, max(0.001, until - time.monotonic())))
+                messages.append(self._receive(rank, max(0.001, until - time.monotonic())))
             except DeltasyncError as error:
                 lost = error
-                words.append(_Word(mine.about, None, Failure.of(error, 0)))
+                messages.append(_Message(mine.about, None, Failure.of(error, 0)))
         try:
-            _require_agreement(words)
-            result = decide([word.value for word in words])
+            _require_agreement(messages)
+            result = decide([message.value for message in messages])
         except BaseException as error:
-            told = next((word.failure for word in words if word.failure is not None), Failure.of(error, 0))
-            self._tell(_Word(mine.about, None, told))
+            failure = next((m.failure for m in messages if m.failure is not None), Failure.of(error, 0))
+            self._send_all(_Message(mine.about, None, failure))
             if lost is not None:
                 raise lost from None
             raise
-        self._tell(_Word(mine.about, result))
+        self._send_all(_Message(mine.about, result))
         return result
 
-    def _answer(self, mine: _Word) -> _Word:
+    def _follow(self, mine: _Message) -> _Message:
+        """On the other ranks: send the message to rank 0, and receive its answer."""
         self._send(0, mine)
         return self._receive(0, 2 * self._timeout_s)
 
-    def _tell(self, word: _Word) -> None:
+    def _send_all(self, message: _Message) -> None:
         for rank in range(1, self.size):
             try:
-                self._send(rank, word)
+                self._send(rank, message)
             except DeltasyncError as error:
-                # What was decided stands. The next thing to agree on will fail.
-                logger.warning("rank %d was not told about %s: %s", rank, word.about, error)
+                # The decision stands. The next agreement will fail.
+                logger.warning("the decision about %s did not reach rank %d: %s", message.about, rank, error)
 
-    def _send(self, rank: int, word: _Word) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(word)), dtype=torch.uint8)
+    def _send(self, rank: int, message: _Message) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         try:
             dist.send(torch.tensor([data.numel()]), group=self._group, group_dst=rank)
             dist.send(data, group=self._group, group_dst=rank)
         except RuntimeError as error:
             raise self._lose(f"rank {rank}", error) from error
 
-    def _receive(self, rank: int, timeout_s: float) -> _Word:
+    def _receive(self, rank: int, timeout_s: float) -> _Message:
         size = torch.zeros(1, dtype=torch.int64)
         try:
             self._fill(size, rank, timeout_s)
@@ -229,8 +224,8 @@ class Ranks:
             self._fill(data, rank, timeout_s)
         except RuntimeError as error:
             raise self._lose(f"rank {rank}", error) from error
-        word: _Word = pickle.loads(data.numpy().tobytes())
-        return word
+        message: _Message = pickle.loads(data.numpy().tobytes())
+        return message
 
     def _fill(self, tensor: torch.Tensor, rank: int, timeout_s: float) -> None:
         work = dist.irecv(tensor, group=self._group, group_src=rank)
@@ -239,29 +234,29 @@ class Ranks:
         work.wait(timedelta(seconds=timeout_s))
 
     def _lose(self, who: str, error: BaseException) -> RankError:
-        self._lost = _gone(who, error) if self._lost is None else self._lost
+        self._lost = _lost_contact(who, error) if self._lost is None else self._lost
         return self._lost
 
-    def _require_whole(self) -> None:
+    def _require_all(self) -> None:
         if self._lost is not None:
             raise self._lost
 
 
-def _require_agreement(words: Sequence[_Word]) -> None:
-    """The first failure as an error; InvalidInputError if the ranks speak of different things."""
-    for word in words:
-        if word.failure is not None:
-            raise word.failure.error()
-    for rank, word in enumerate(words):
-        if word.about != words[0].about:
+def _require_agreement(messages: Sequence[_Message]) -> None:
+    """Raise the first failure; InvalidInputError if the messages are about different things."""
+    for message in messages:
+        if message.failure is not None:
+            raise message.failure.error()
+    for rank, message in enumerate(messages):
+        if message.about != messages[0].about:
             raise InvalidInputError(
-                f"rank 0 publishes {words[0].about}, rank {rank} publishes {word.about}",
+                f"rank 0 publishes {messages[0].about}, rank {rank} publishes {message.about}",
                 hint="call publish on all ranks, in the same order and with the same step",
             )
 
 
-def _gone(who: str, error: BaseException) -> RankError:
+def _lost_contact(who: str, error: BaseException) -> RankError:
     return RankError(
         f"lost contact to {who}: {error!s:.300}",
-        hint="what was not committed is not seen by anyone: restart the trainer, it goes on from the feed's head",
+        hint="what was not committed is invisible: restart the trainer, which continues from the feed's head",
     )

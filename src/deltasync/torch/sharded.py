@@ -3,9 +3,9 @@
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,72 +17,24 @@ from deltasync.errors import CorruptError, InvalidInputError
 from deltasync.feed.plan import plan
 from deltasync.feed.replay import restore
 from deltasync.feed.writer import Writer
-from deltasync.format.digest import StateDigest, layout_digest
+from deltasync.format.digest import layout_digest
 from deltasync.format.layout import Layout
-from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
+from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.weights import Changes, Weights
+from deltasync.store import Feed
 from deltasync.store.protocol import Store
-from deltasync.store.retry import Retry
-from deltasync.torch.publisher import CaptureOn, TorchPublisher
+from deltasync.torch.publisher import TorchPublisher
 from deltasync.torch.ranks import Ranks, owned
 from deltasync.torch.tensors import TorchState, TorchWeights, layout_of, named_tensors, unwrapped
-from deltasync.trainer.anchoring import AnchorBacklog, Anchoring, AnchorPolicy
+from deltasync.trainer.anchoring import AnchorBacklog, Anchors
 from deltasync.trainer.capture import Shadow, capture, copy_into, lock_shadow, require_same, shadow_weights
-from deltasync.trainer.events import Observer, Publication
-from deltasync.trainer.pipeline import First, Pipeline, Running
-from deltasync.trainer.publisher import require_layout
+from deltasync.trainer.events import Publication
+from deltasync.trainer.pipeline import FirstVersion, Pipeline
+from deltasync.trainer.publisher import PublisherOptions, require_layout
 from deltasync.trainer.shards import Box, Shards, ShardWeights
-from deltasync.trainer.version import Part, VersionWriter, put_files
+from deltasync.trainer.version import VersionWriter, require_extra
 
-
-class RankedAnchoring(Anchoring):
-    """Begins an anchor when `is_told`: only rank 0 asks whether one is due."""
-
-    is_told = False
-
-    def consider(self, manifest: Manifest) -> None:
-        if self.is_told:
-            self.begin(manifest)
-
-
-class Committing:
-    """The join of versions, for a Maker, and the look at what became of one, for a Pipeline."""
-
-    def __init__(
-        self, ranks: Ranks, writer: Writer, shadow: Shadow, anchoring: RankedAnchoring, *, retry_s: float
-    ) -> None:
-        self._ranks = ranks
-        self._writer = writer
-        self._shadow = shadow
-        self._anchoring = anchoring
-        self._retry_s = retry_s
-
-    def join(self, about: str, make: Callable[[], Part], finish: Callable[[Part], Manifest]) -> Manifest:
-        """Every rank makes its part, rank 0 finishes."""
-
-        def commit(part: Part) -> tuple[Manifest, bool]:
-            manifest = finish(part)
-            return manifest, self._is_due(manifest)
-
-        manifest, self._anchoring.is_told = self._ranks.join(about, make, commit)
-        return manifest
-
-    def look(self, after: int) -> Manifest | None:
-        """The newest version behind one that all ranks know."""
-
-        def find(_: Sequence[None]) -> tuple[Manifest | None, bool]:
-            found = Retry(self._retry_s)(lambda: self._writer.log.head(after=after))
-            return found, found is not None and found.writer == self._writer.id and self._is_due(found)
-
-        found, self._anchoring.is_told = self._ranks.agree(f"what follows version {after}", None, find)
-        return found
-
-    def _is_due(self, manifest: Manifest) -> bool:
-        with self._shadow.lock:
-            return self._anchoring.is_due(manifest)
-
-
-PIECE_ELEMENTS = 1 << 24
+SENT_ELEMENTS = 1 << 24
 """Elements that are sent at a time."""
 
 
@@ -95,23 +47,23 @@ def resume(
     *,
     folder: Path | None,
 ) -> None:
-    """Bring the weights of every rank to the head. They may be there already, in files under `folder`."""
+    """Bring the weights of every rank to the head, unless the files under `folder` hold them already."""
 
-    def is_there() -> bool:
-        with ranks.telling():
+    def is_at_head() -> bool:
+        with ranks.report_errors():
             mine = blocks.digest(weights) - layout_digest(weights.layout)
-        return ranks.agree("the head", mine, lambda found: _total(shards, found) == head.digest)
+        return ranks.agree("the head", mine, lambda deltas: sum(deltas, layout_digest(shards.layout)) == head.digest)
 
-    if folder is not None and is_there():
+    if folder is not None and is_at_head():
         return
     with ExitStack() as stack:
-        with ranks.telling():
+        with ranks.report_errors():
             source = stack.enter_context(_restored(store, head, folder)) if ranks.rank == 0 else None
         ranks.agree("the head", None, lambda _: None)
         _hand_out(ranks, source, weights, shards)
-    if not is_there():
+    if not is_at_head():
         raise CorruptError(
-            f"the ranks do not have the digest of version {head.version} together",
+            f"the weights of all ranks together do not have the digest of version {head.version}",
             rule="shadow.digest",
             version=head.version,
             hint="the memory or network of these machines may be faulty: start again",
@@ -120,7 +72,7 @@ def resume(
 
 @contextmanager
 def _restored(store: Store, head: Manifest, folder: Path | None) -> Iterator[Weights]:
-    """The whole of a version, in files that are mapped and gone afterwards."""
+    """All weights of a version, in mapped files that are deleted at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="deltasync-", dir=folder) as temporary:
         out = Path(temporary) / "head"
         restore(store, out, version=head.version)
@@ -128,10 +80,10 @@ def _restored(store: Store, head: Manifest, folder: Path | None) -> Iterator[Wei
 
 
 def _hand_out(ranks: Ranks, source: Weights | None, weights: Weights, shards: Shards) -> None:
-    """From rank 0, which has the source, some rows at a time; every rank keeps its own elements of them."""
+    """Send the rows of all tensors from rank 0, which has the source; every rank keeps its own elements of them."""
     for ordinal, box in enumerate(shards.boxes):
         dtype, row = weights.layout.tensors[ordinal].dtype.bits_dtype, math.prod(box.shape[1:])
-        step = max(1, PIECE_ELEMENTS // max(1, row))
+        step = max(1, SENT_ELEMENTS // max(1, row))
         for first in range(0, box.shape[0] if row else 0, step):
             rows = np.empty(min(step, box.shape[0] - first) * row, dtype)
             if source is not None:
@@ -141,161 +93,164 @@ def _hand_out(ranks: Ranks, source: Weights | None, weights: Weights, shards: Sh
                 box.copy_rows(weights.arrays[ordinal], rows, first)
 
 
-def _total(shards: Shards, parts: Sequence[StateDigest]) -> StateDigest:
-    return sum(parts, layout_digest(shards.layout))
-
-
 class ShardedPublisher(TorchPublisher):
     """Publishes the weights of a model that is spread over the ranks of torch.distributed, as FSDP2 does.
 
-    Every rank makes one and calls `publish` and `close`. A rank reads, compares, encodes and puts only what it has
-    itself: nobody gathers the model. Rank 0 opens the feed and commits. Where several ranks have the same elements, the
-    first of them publishes; tensors that are not DTensors are published by rank 0, so that under
-    DistributedDataParallel a `Publisher` on rank 0 does the same with less talk.
+    Every rank creates one and calls `publish` and `close`. A rank reads, compares, encodes and puts only its own
+    elements: the model is never gathered. Rank 0 opens the feed and commits. Where several ranks have the same
+    elements, the first of them publishes; tensors that are not DTensors are published by rank 0, so that under
+    DistributedDataParallel a `Publisher` on rank 0 does the same with less communication.
 
     An error of one rank is raised on all of them. After any but a StoreError, and when a rank is lost, the publisher
-    has stopped: nobody sees what was not committed, and a new publisher goes on from the head of the feed, with any
-    number of ranks. `timeout_s` is how long rank 0 waits for the slowest rank, the others wait twice as long for it:
-    encoding and putting a shard (of all weights, for the first version) must fit into it.
+    has stopped: what was not committed is invisible, and a new publisher continues from the head of the feed, with any
+    number of ranks. `timeout_s` is how long rank 0 waits for the slowest rank; the others wait twice as long for it.
+    Encoding and putting a shard (of all weights, for the first version) must take less time than that.
 
-    `shadow_path` is a folder; each rank keeps a file there. A publication waits for the one before. The other options
-    are those of `Publisher`; the observer is told of whole versions, on every rank that has one.
+    `options.shadow_path` is a folder; each rank keeps a file there. A publication always waits for the one before. The
+    observer receives the events of whole versions, on every rank that has one.
     """
 
     def __init__(
         self,
-        store: Store | str,
+        feed: Feed,
         *,
         dtype: torch.dtype | None = None,
-        base: BaseRef | None = None,
-        files: Mapping[str, bytes] | None = None,
-        anchors: AnchorPolicy | None = None,
-        shadow_path: Path | None = None,
-        capture_on: CaptureOn = "device",
-        retry_s: float = 60.0,
         timeout_s: float = 600.0,
-        require_fencing: bool = False,
-        observer: Observer | None = None,
+        options: PublisherOptions = PublisherOptions(),
     ) -> None:
-        super().__init__(store, dtype=dtype, capture_on=capture_on)
-        self._writer = Writer(self._store, require_fencing=require_fencing)
-        self._base = base
-        self._files = {} if files is None else files
-        self._policy = AnchorPolicy() if anchors is None else anchors
-        self._shadow_path = shadow_path
-        self._retry_s = retry_s
+        super().__init__(feed, dtype=dtype, options=options)
         self._timeout_s = timeout_s
-        self._observer = observer
+        self._writer = Writer(self._store, require_fencing=options.require_fencing)
+        self._shadow_folder = None if options.shadow_path is None else Path(options.shadow_path)
+        self._shadow_lock: ExitStack | None = None
         self._groups: tuple[Ranks, Ranks] | None = None
-        self._running: _Running | None = None
+        self._opened: _Opened | None = None
         self._failed: BaseException | None = None
         self._is_closed = False
-        self._lock: ExitStack | None = None
 
     @property
     def head(self) -> Manifest | None:
         """The version that was committed last, by this publisher or before it."""
-        return None if self._running is None else self._running.shadow.head
+        return None if self._opened is None else self._opened.pipeline.shadow.head
 
-    def publish(self, weights: TorchState, *, step: int | None = None, anchor: bool = False) -> Publication:
+    def publish(
+        self,
+        weights: TorchState,
+        *,
+        step: int | None = None,
+        anchor: bool = False,
+        extra: Mapping[str, str] | None = None,
+    ) -> Publication:
         """Make these weights the next version: a module or a state dict. All ranks call this, with the same step.
 
-        Returns once the publication before is settled and what changed is captured: the weights may change again.
-        `anchor`, on rank 0, asks for an anchor on top.
+        Returns once the publication before is complete and what changed is captured: the weights may change again.
+        `anchor`, on rank 0, requests an anchor in addition. `extra`, on rank 0, is metadata that the manifest carries.
         """
         if self._is_closed or self._failed is not None:
-            message = "is closed" if self._failed is None else f"has stopped: {self._failed}"
-            raise InvalidInputError(f"this publisher {message}", hint="open a new one") from self._failed
+            problem = "is closed" if self._failed is None else f"has stopped: {self._failed}"
+            raise InvalidInputError(f"this publisher {problem}", hint="open a new one") from self._failed
         started = time.perf_counter()
-        if self._running is None:
-            self._running = self._open(weights)
-        running = self._running
-        running.pipeline.wait_idle()
-        running.pipeline.require_running()
+        if self._opened is None:
+            self._opened = self._open(weights)
+        opened, pipeline = self._opened, self._opened.pipeline
+        pipeline.wait_idle()
+        pipeline.require_running()
         if anchor:
-            running.anchoring.request()
-        with running.shadow.lock:
-            captured = self._capture(running, weights)
+            pipeline.anchors.request()
+        metadata = {} if extra is None else dict(extra)
+        with pipeline.shadow.lock:
+            try:
+                with opened.ranks.report_errors():
+                    require_extra(metadata)
+                    captured = self._capture(opened, weights)
+            except BaseException as error:
+                # The other ranks stop as well: what they would publish next is not what this one would.
+                self._failed = error
+                raise
             held_s = time.perf_counter() - started
             if captured is not None:
-                return running.pipeline.submit(captured, step=step, held_s=held_s)
-            return running.pipeline.start(First(step, self._base, running.files), held_s=held_s)
+                return pipeline.submit(captured, step=step, extra=metadata, held_s=held_s)
+            first = FirstVersion(step=step, base=self._options.base, files=opened.files, extra=metadata)
+            return pipeline.start(first, held_s=held_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until everything that was published is committed or has failed; False on time-out."""
-        return self._running is None or self._running.pipeline.wait_idle(timeout_s)
+        """Wait until everything that was published is committed or has failed; False on timeout."""
+        return self._opened is None or self._opened.pipeline.wait_idle(timeout_s)
 
-    def _finish(self) -> None:
-        if self._is_closed:
-            return
+    def close(self) -> None:
+        """Finish what is in flight, anchors included, and release the feed and the groups of ranks."""
         self._is_closed = True
-        if self._running is not None:
-            self._running.close()
-        self._writer.close()
-        if self._lock is not None:
-            self._lock.close()
-        for ranks in () if self._groups is None else self._groups:
-            ranks.close()
+        super().close()
 
-    def _capture(self, running: "_Running", weights: TorchState) -> list[Changes] | None:
-        """What changed on this rank; None if the feed is new and all of it was copied."""
-        try:
-            with running.ranks.telling():
-                boxes, tensors = self._shard(weights, running.shards.layout, running.ranks.rank)
-                running.shards.require(boxes)
-                return self._compare(running, tensors)
-        except BaseException as error:
-            # The other ranks stop as well: what they would publish next is not what this one would.
-            self._failed = error
-            raise
-
-    def _compare(self, running: "_Running", tensors: dict[str, torch.Tensor]) -> list[Changes] | None:
-        shadow, source = running.shadow, TorchWeights(tensors, cast=self._dtype)
-        if not running.is_filled:
+    def _capture(self, opened: "_Opened", weights: TorchState) -> list[Changes] | None:
+        """What changed on this rank; None if the feed is new and all weights were copied."""
+        shadow = opened.pipeline.shadow
+        boxes, tensors = self._shard(weights, opened.shards.layout, opened.ranks.rank)
+        opened.shards.require(boxes)
+        source = TorchWeights(tensors, cast=self._dtype)
+        if not opened.pipeline.is_filled:
             copy_into(shadow.weights, source)
-            running.is_filled = True
             return None
         devices = {tensor.device for tensor in tensors.values()}
         if self._on_device is not None and len(devices) == 1 and devices != {torch.device("cpu")}:
             return self._on_device.find(shadow, tensors, self._dtype)
-        # Nobody asks for the digest of what is compared, so that a run need not be contiguous in the whole.
-        plain = Weights(shadow.weights.layout, shadow.weights.arrays)
-        return capture(plain, source)
+        # No digest is computed of what is compared, so that a run need not be contiguous in the whole tensor.
+        return capture(Weights(shadow.weights.layout, shadow.weights.arrays), source)
 
     def _shard(self, weights: TorchState, layout: Layout, rank: int) -> tuple[list[Box], dict[str, torch.Tensor]]:
-        """What this rank has of each tensor of the layout, and where it lies."""
+        """The box and the elements of each tensor of the layout that this rank publishes."""
         if rank == 0:
             tensors = named_tensors(weights)
         else:
-            # Rank 0 said which of several tied names counts: a rank whose shards are empty cannot tell.
+            # Rank 0 chose which of several tied names counts: a rank whose shards are empty cannot do so.
             state = unwrapped(weights).state_dict() if isinstance(weights, torch.nn.Module) else weights
             tensors = {spec.name: state[spec.name].detach() for spec in layout.tensors if spec.name in state}
         require_same(layout, layout_of(tensors, cast=self._dtype))
-        found = {spec.name: owned(spec.name, tensors[spec.name], rank) for spec in layout.tensors}
-        return [box for box, _ in found.values()], {name: local for name, (_, local) in found.items()}
+        shards = {spec.name: owned(spec.name, tensors[spec.name], rank) for spec in layout.tensors}
+        return [box for box, _ in shards.values()], {name: local for name, (_, local) in shards.items()}
 
-    def _open(self, weights: TorchState) -> "_Running":
-        if self._groups is None:
-            self._groups = Ranks.open(timeout_s=self._timeout_s), Ranks.open(timeout_s=self._timeout_s)
-        ranks = self._groups[0]
-        with ranks.telling():
+    def _open(self, weights: TorchState) -> "_Opened":
+        ranks, anchor_ranks = self._join_groups()
+        with ranks.report_errors():
             named = layout_of(named_tensors(weights), cast=self._dtype).to_json() if ranks.rank == 0 else None
-        layout = Layout.from_json(ranks.agree("its tensors", named, lambda said: said[0]))
-        with ranks.telling():
+        layout = Layout.from_json(ranks.agree("its tensors", named, lambda layouts: layouts[0]))
+        with ranks.report_errors():
             boxes, _ = self._shard(weights, layout, ranks.rank)
             shards = Shards(layout, boxes)
             path = self._shadow_file(ranks)
-            self._lock = lock_shadow(path) if self._lock is None else self._lock
+            if self._shadow_lock is None:
+                self._shadow_lock = self._resources.enter_context(lock_shadow(path))
             room = shadow_weights(shards.local, path)
-        opened = ranks.agree("to this feed", shards.local.elements, lambda counts: self._open_feed(layout, sum(counts)))
-        # All ranks are one writer: each of them can tell whether a version is theirs.
-        self._writer.id = opened.writer
-        shadow = Shadow(ShardWeights(shards.local, room.arrays, shards), opened.head)
-        if opened.head is not None:
-            resume(ranks, self._store, opened.head, shadow.weights, shards, folder=self._shadow_path)
-        return self._start(shadow, shards, opened)
+        state = ranks.agree("to this feed", shards.local.elements, lambda counts: self._open_feed(layout, sum(counts)))
+        # All ranks are one writer: each of them can recognize its versions.
+        self._writer.id = state.writer
+        shadow = Shadow(ShardWeights(shards.local, room.arrays, shards), state.head)
+        if state.head is not None:
+            resume(ranks, self._store, state.head, shadow.weights, shards, folder=self._shadow_folder)
+        options, retry_s = self._options, self._options.retry_s
+        versions = VersionWriter(writer=self._writer, layout=layout, retry_s=retry_s, shards=shards, group=ranks)
+        # Anchors have a group of their own: versions and anchors are agreed on in two threads.
+        anchors = Anchors(
+            replace(versions, group=anchor_ranks),
+            shadow,
+            options.anchors,
+            backlog=state.backlog,
+            observer=options.observer,
+        )
+        pipeline = Pipeline(versions, shadow, anchors, observer=options.observer)
+        self._resources.callback(pipeline.close)
+        return _Opened(pipeline, ranks, shards, state.files)
 
-    def _open_feed(self, layout: Layout, elements: int) -> "_Opened":
+    def _join_groups(self) -> tuple[Ranks, Ranks]:
+        """The groups of ranks for versions and for anchors, joined at the first call."""
+        if self._groups is None:
+            self._groups = Ranks.open(timeout_s=self._timeout_s), Ranks.open(timeout_s=self._timeout_s)
+            for ranks in self._groups:
+                self._resources.callback(ranks.close)
+            self._resources.callback(self._writer.close)
+        return self._groups
+
+    def _open_feed(self, layout: Layout, elements: int) -> "_FeedState":
         """On rank 0 only."""
         if elements != layout.elements:
             raise InvalidInputError(
@@ -304,51 +259,33 @@ class ShardedPublisher(TorchPublisher):
             )
         head = self._writer.open()
         if head is None:
-            return _Opened(self._writer.id, None, put_files(self._writer, self._files, retry_s=self._retry_s), None)
+            versions = VersionWriter(writer=self._writer, layout=layout, retry_s=self._options.retry_s)
+            return _FeedState(self._writer.id, None, versions.put_files(self._options.files), None)
         require_layout(self._writer.log, head, layout)
-        return _Opened(self._writer.id, head, head.files, AnchorBacklog.of(plan(self._writer.log, head)))
-
-    def _start(self, shadow: Shadow, shards: Shards, opened: "_Opened") -> "_Running":
-        if self._groups is None:
-            raise ValueError("the ranks are not joined")
-        ranks, anchor_ranks = self._groups
-        anchoring = RankedAnchoring(
-            self._writer,
-            shadow,
-            self._policy,
-            retry_s=self._retry_s,
-            observer=self._observer,
-            shards=shards,
-            # A group of its own: anchors and versions are agreed on in two threads.
-            join=anchor_ranks.join,
-        )
-        if opened.since is not None:
-            anchoring.resume(opened.since)
-
-        together = Committing(ranks, self._writer, shadow, anchoring, retry_s=self._retry_s)
-        maker = VersionWriter(self._writer, shadow, retry_s=self._retry_s, shards=shards, join=together.join)
-        pipeline = Pipeline(maker, anchoring, observer=self._observer, look=together.look)
-        return _Running(shadow, anchoring, pipeline, shadow.head is not None, ranks, shards, opened.files)
+        return _FeedState(self._writer.id, head, head.files, AnchorBacklog.of(plan(self._writer.log, head)))
 
     def _shadow_file(self, ranks: Ranks) -> Path | None:
-        if self._shadow_path is None:
+        if self._shadow_folder is None:
             return None
-        self._shadow_path.mkdir(parents=True, exist_ok=True)
-        return self._shadow_path / f"shadow-{ranks.rank:05d}-of-{ranks.size:05d}.safetensors"
+        self._shadow_folder.mkdir(parents=True, exist_ok=True)
+        return self._shadow_folder / f"shadow-{ranks.rank:05d}-of-{ranks.size:05d}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
-    """The feed as rank 0 found it, and the id that it writes under."""
+class _FeedState:
+    """The feed as rank 0 opened it, and the id that it writes under."""
 
     writer: str
     head: Manifest | None
     files: PayloadRef | None
-    since: AnchorBacklog | None
+    backlog: AnchorBacklog | None
 
 
-@dataclass(slots=True)
-class _Running(Running):
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """An open feed."""
+
+    pipeline: Pipeline
     ranks: Ranks
     shards: Shards
     files: PayloadRef | None

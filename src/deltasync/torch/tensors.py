@@ -14,7 +14,7 @@ from deltasync.trainer.capture import Masters
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 _COMPILED = "_orig_mod."
-"""What torch.compile adds to the names of a part of a model that was compiled by itself."""
+"""What torch.compile adds to the names of a submodule that was compiled on its own."""
 
 TorchState = torch.nn.Module | Mapping[str, torch.Tensor]
 
@@ -39,9 +39,9 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
         module = inner
 
 
-def _tensors(found: Mapping[str, object]) -> dict[str, torch.Tensor]:
+def _tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     tensors = {}
-    for name, tensor in found.items():
+    for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise InvalidInputError(
                 f"{name!r:.200} is a {type(tensor).__qualname__}, not a tensor",
@@ -74,10 +74,10 @@ def _memory(name: str, tensor: torch.Tensor) -> object:
 
 def _tied_names(module: torch.nn.Module) -> frozenset[str]:
     """Names that transformers leaves out of a checkpoint because another name has their weights."""
-    found = getattr(module, "all_tied_weights_keys", None)
-    if found is None:
-        found = getattr(module, "_tied_weights_keys", None)
-    return frozenset() if found is None else frozenset(found)
+    names = getattr(module, "all_tied_weights_keys", None)
+    if names is None:
+        names = getattr(module, "_tied_weights_keys", None)
+    return frozenset() if names is None else frozenset(names)
 
 
 _NAMES = {
@@ -109,15 +109,15 @@ def dtype_of(tensor: torch.Tensor, cast: torch.dtype | None) -> torch.dtype:
 
 def element_type(name: str, dtype: torch.dtype) -> DType:
     """The element type of the format; InvalidInputError names the tensor that has none."""
-    found = _NAMES.get(dtype)
-    if found is None or found not in DTYPES:
+    known = _NAMES.get(dtype)
+    if known is None or known not in DTYPES:
         raise InvalidInputError(f"tensor {name!r:.200} has the type {dtype}, which cannot be published")
-    return DTYPES[found]
+    return DTYPES[known]
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
     """The type of torch for an element type of the format."""
-    return next(found for found, name in _NAMES.items() if name == dtype.name)
+    return next(known for known, name in _NAMES.items() if name == dtype.name)
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor], *, cast: torch.dtype | None = None) -> Layout:
@@ -128,7 +128,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor], *, cast: torch.dtype | None =
 
 
 def bits_dtype(width: int) -> torch.dtype:
-    """Integers of this many bytes, to look at bits with."""
+    """The integer type of this many bytes, which shows raw bits."""
     return _BITS[width]
 
 
@@ -234,10 +234,10 @@ def _is_master(tensor: torch.Tensor, published: torch.dtype) -> bool:
 def _nan_bits() -> int | None:
     """What torch's cast to bfloat16 makes of every NaN: it differs by machine. None where it depends on the NaN."""
     every = np.array([0x7F800001, 0x7FBFFFFF, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF], np.uint32)
-    # Some of each, so that what is asked is the vectors that tensors go through.
+    # Many of each, so that torch uses the vector code that tensors go through.
     cast = torch.from_numpy(np.repeat(every, 32).view(np.int32)).view(torch.float32).to(torch.bfloat16)
-    found = set(host_bits(cast, DTYPES["BF16"]).tolist())
-    return found.pop() if len(found) == 1 else None
+    results = set(host_bits(cast, DTYPES["BF16"]).tolist())
+    return results.pop() if len(results) == 1 else None
 
 
 def _flat_slice(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """The shadow, and captures against it.
 
 The shadow is the trainer's copy of the weights that were committed last. A capture holds the new bits of all elements
-that differ from the shadow, copied while the trainer waits. Captures are absolute: a later capture against the same
-shadow replaces an earlier one. A rebase turns a capture against one version into a capture against the next.
+that differ from the shadow, copied while the trainer waits. It comes in blocks that are cut as the encoder cuts them
+(`deltasync.blocks`), so that it is encoded as it is. Captures are absolute: a later capture against the same shadow
+replaces an earlier one. A rebase turns a capture against one version into a capture against the next.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -16,7 +17,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.blocks import Changed, detect, layout_runs
+from deltasync.blocks import detect, layout_runs, regroup
 from deltasync.checkpoint import mapped_weights
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.feed.replay import zeros
@@ -39,57 +40,79 @@ from deltasync.format.weights import (
 from deltasync.kernels import kernels
 from deltasync.parallel import each
 
-Part = tuple[NDArray[np.unsignedinteger], Bits]
+TensorChanges = tuple[NDArray[np.unsignedinteger], Bits]
 """Ascending indices and new bits of one tensor."""
 
+Capture = list[Changes] | dict[str, TensorChanges]
+"""A capture in blocks, ready to be encoded; or by tensor, after a rebase or where tensors came one by one."""
+
 _WINDOW = 1 << 18
-"""Changes that are rebased at a time: what is needed on the way stays small."""
+"""Changes that are rebased at a time: temporary memory stays small."""
 
 
-def tensors_of(layout: Layout, captured: Iterable[Changes], *, in_place: bool = False) -> Iterator[tuple[str, Part]]:
-    """Captured changes as ascending indices and bits of each tensor, by its name.
+def in_blocks(layout: Layout, capture: Capture) -> list[Changes]:
+    """A capture in blocks, as they are encoded. One by tensor is used up: its memory is freed on the way."""
+    if isinstance(capture, list):
+        return capture
+    cuts, result = layout_runs(layout), []
+    for runs, blocks in zip(cuts, each(lambda runs: list(regroup(layout, capture, runs)), cuts), strict=True):
+        result += blocks
+        # Only the last tensor can reach into the next run of elements.
+        for ordinal in runs[:-1, 0].tolist():
+            capture.pop(layout.tensors[ordinal].name, None)
+    return result
 
-    Captures come in the order of the layout, at least those of one type.
 
-    `in_place`: the captures are used up. A tensor that lies in one of them keeps that memory: hardly more is needed.
+def by_tensor(layout: Layout, capture: Capture) -> dict[str, TensorChanges]:
+    """A capture by the names of its tensors. One in blocks is used up: it keeps its memory where that is possible."""
+    if isinstance(capture, dict):
+        return capture
+    return dict(tensors_of(layout, _emptied(capture), in_place=True))
+
+
+def _emptied(blocks: list[Changes]) -> Iterator[Changes]:
+    """The items of a list, which is left empty: nothing holds the memory of one that the caller has dropped."""
+    blocks.reverse()
+    while blocks:
+        yield blocks.pop()
+
+
+def tensors_of(
+    layout: Layout, blocks: Iterable[Changes], *, in_place: bool = False
+) -> Iterator[tuple[str, TensorChanges]]:
+    """The changes of each tensor, by its name. Blocks come in the order of the layout, at least those of one type.
+
+    `in_place`: the blocks are used up, and a tensor that lies in one of them keeps its memory.
     """
     seen: set[str] = set()
-    found = (part for changes in captured for part in tensor_parts(layout, changes, in_place=in_place))
-    for ordinal, parts in groupby(found, key=lambda part: part[0]):
+    parts = (part for changes in blocks for part in tensor_parts(layout, changes, in_place=in_place))
+    for ordinal, group in groupby(parts, key=lambda part: part[0]):
         name = layout.tensors[ordinal].name
         if name in seen:
-            raise ValueError(f"the changes of {name!r} did not come together")
+            raise ValueError(f"the changes of {name!r} must come one after the other")
         seen.add(name)
-        yield name, _joined([(indices, values) for _, indices, values in parts])
+        yield name, _joined([(indices, values) for _, indices, values in group])
 
 
-def bits_at(weights: Weights, changed: Changed) -> Changed:
-    """The bits that `weights` has where something changed."""
-    ordinals = weights.layout.ordinals
-    return {name: (indices, weights.arrays[ordinals[name]][indices]) for name, (indices, _) in changed.items()}
-
-
-def overwrite_all(weights: Weights, changed: Changed) -> None:
-    """Write the new bits into `weights`."""
-    ordinals = weights.layout.ordinals
-    for name, (indices, values) in changed.items():
-        weights.arrays[ordinals[name]][indices] = values
-
-
-def rebase(pending: Iterable[tuple[str, Part]], sent: Changed, before: Changed) -> Changed:
+def rebase(
+    layout: Layout, pending: dict[str, TensorChanges], sent: Iterable[Changes], before: Iterable[Changes]
+) -> dict[str, TensorChanges]:
     """`pending`, captured against a shadow to which `sent` was applied since; `before` has the bits that it replaced.
 
-    What was sent and is back to its old bits has to be sent again; what was sent as it still is has not.
+    An element that was sent and has its old bits again must be sent again; one that is still as it was sent need not.
+    `pending` is used up.
     """
-    result: dict[str, Part] = {}
-    for name, part in pending:
-        result[name] = _rebased(part, sent[name], before[name][1]) if name in sent else part
-    for name in sent.keys() - result.keys():
-        result[name] = before[name]
-    return {name: part for name, part in result.items() if len(part[0])}
+    for (name, (indices, values)), (_, (_, old)) in zip(
+        tensors_of(layout, sent), tensors_of(layout, before), strict=True
+    ):
+        mine = pending.pop(name, None)
+        rebased = (indices, old) if mine is None else _rebased(mine, (indices, values), old)
+        if len(rebased[0]):
+            pending[name] = rebased
+    return pending
 
 
-def _rebased(pending: Part, sent: Part, before: Bits) -> Part:
+def _rebased(pending: TensorChanges, sent: TensorChanges, before: Bits) -> TensorChanges:
     (indices, values), (sent_indices, sent_values) = pending, sent
     here = [*range(0, max(len(indices), 1), _WINDOW), len(indices)]
     there = [0, *np.searchsorted(sent_indices, indices[here[1:-1]]).tolist(), len(sent_indices)]
@@ -104,20 +127,20 @@ def _rebased(pending: Part, sent: Part, before: Bits) -> Part:
     )
 
 
-def _joined(parts: list[Part]) -> Part:
+def _joined(parts: list[TensorChanges]) -> TensorChanges:
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([indices for indices, _ in parts]), np.concatenate([values for _, values in parts])
 
 
-def _rebased_window(pending: Part, sent: Part, before: Bits) -> Part:
+def _rebased_window(pending: TensorChanges, sent: TensorChanges, before: Bits) -> TensorChanges:
     sent_indices, sent_values = sent
     indices, values = pending
     at = np.searchsorted(sent_indices, indices)
     inside = at < len(sent_indices)
     again = np.zeros(len(indices), bool)
     again[inside] = sent_indices[at[inside]] == indices[inside]
-    # Sent before, and the same still: nothing to do. Sent before, and not captured now: back to the old bits.
+    # Sent before and unchanged since: nothing to do. Sent before and not in this capture: back to the old bits.
     same = np.zeros(len(indices), bool)
     same[again] = sent_values[at[again]] == values[again]
     back = np.ones(len(sent_indices), bool)
@@ -128,28 +151,43 @@ def _rebased_window(pending: Part, sent: Part, before: Bits) -> Part:
 
 
 class Shadow:
-    """`weights` are those of version `head`, or not yet of any. `lock` is held to compare or overwrite them."""
+    """`weights` are those of version `head`, or not yet of any. `lock` is held to compare or overwrite them.
+
+    Only one thread overwrites them, so that it may read them without the lock.
+    """
 
     def __init__(self, weights: Weights, head: Manifest | None) -> None:
         self.weights = weights
         self.head = head
         self.lock = threading.RLock()
-        self.followers: list[Callable[[Changed], None]] = []
-        """Told what the weights were overwritten with, with the lock held: copies elsewhere that must stay equal."""
+        self.copies: list[Callable[[list[Changes]], None]] = []
+        """Called with what the weights were overwritten with, with the lock held, to keep copies elsewhere equal."""
 
-    def advance(self, changed: Changed, head: Manifest) -> Changed:
-        """Move on to a version that is committed; the bits that it replaced."""
+    def bits_before(self, blocks: Iterable[Changes]) -> list[Changes]:
+        """The bits that the weights have where something changed."""
+        return list(each(self._bits_before, blocks))
+
+    def advance(self, blocks: list[Changes], head: Manifest) -> None:
+        """Overwrite the weights with the changes of a version that is committed."""
         with self.lock:
-            before = bits_at(self.weights, changed)
-            overwrite_all(self.weights, changed)
-            for follow in self.followers:
-                follow(changed)
+            for _ in each(self._overwrite, blocks):
+                pass
+            for overwrite_copy in self.copies:
+                overwrite_copy(blocks)
             self.head = head
-            return before
+
+    def _bits_before(self, changes: Changes) -> Changes:
+        parts = tensor_parts(self.weights.layout, changes)
+        bits = [self.weights.arrays[ordinal][indices] for ordinal, indices, _ in parts]
+        return Changes(changes.runs, changes.positions, bits[0] if len(bits) == 1 else np.concatenate(bits))
+
+    def _overwrite(self, changes: Changes) -> None:
+        for ordinal, indices, values in tensor_parts(self.weights.layout, changes):
+            self.weights.arrays[ordinal][indices] = values
 
 
 def lock_shadow(path: Path | None) -> ExitStack:
-    """Keeps other processes off a mapped shadow until it is closed; InvalidInputError if one of them has it."""
+    """Keep other processes from using a mapped shadow until it is closed; InvalidInputError if one of them uses it."""
     held = ExitStack()
     if path is not None:
         held.enter_context(locked(path))
@@ -157,19 +195,16 @@ def lock_shadow(path: Path | None) -> ExitStack:
 
 
 def shadow_weights(layout: Layout, path: Path | None) -> Weights:
-    """Room for a shadow: zeros in memory, or what the mapped file at `path` holds, made if it is not there.
+    """Memory for a shadow: zeros, or the mapped file at `path`, which is created if it is missing.
 
-    A file of another layout is replaced. Whether its bits are those of a version is for the caller to prove.
+    A file of another layout is replaced. The caller must check that its bits are those of a version.
     """
     return zeros(layout) if path is None else mapped_weights(layout, path)
 
 
 _HINT = "publish the same tensors every time; another model needs a new feed, or `deltasync publish --anchor`"
 
-PIECE_ELEMENTS = 1 << 24
-"""Elements that one thread takes at a time: few enough to share the work, enough to hand it out seldom."""
-
-CHUNK_ELEMENTS = 1 << 19
+CACHED_ELEMENTS = 1 << 19
 """Elements that are cast or copied at a time before they are compared: they stay in the cache in between."""
 
 _NO_KEYS = np.zeros((1, 3), np.uint64)
@@ -185,20 +220,20 @@ class Masters:
 
 @runtime_checkable
 class Converted(Readable, Protocol):
-    """Weights whose regions may be made on the fly. Then one is valid until its thread asks for the next."""
+    """Weights whose regions may be computed on demand. Such a region is valid until its thread asks for the next."""
 
     @property
     def is_converted(self) -> bool: ...
 
     def masters(self, runs: Runs) -> Masters | None:
-        """What lies behind a region where rounding it is all that has to be done: the kernel does that as it reads."""
+        """The elements behind a region if the kernel only has to round them as it reads; else None."""
         ...
 
 
 def capture(shadow: Weights, new: Readable) -> list[Changes]:
     """Every element of `new` that differs from the shadow, bit by bit."""
     require_same(shadow.layout, new.layout)
-    return _compare(shadow, new, layout_runs(new.layout, elements=PIECE_ELEMENTS))
+    return [changes for blocks in each(_comparison(shadow, new), layout_runs(new.layout)) for changes in blocks]
 
 
 def require_same(feed: Layout, weights: Layout) -> None:
@@ -209,30 +244,31 @@ def require_same(feed: Layout, weights: Layout) -> None:
         raise InvalidInputError(error.message, rule=error.rule, hint=_HINT) from error
 
 
-def capture_each(shadow: Weights, tensors: Iterable[tuple[TensorSpec, Bits]]) -> list[Changes]:
+def capture_each(shadow: Weights, tensors: Iterable[tuple[TensorSpec, Bits]]) -> dict[str, TensorChanges]:
     """The same from tensors that come one by one and are gone afterwards. Each must come exactly once."""
-    found: list[tuple[int, list[Changes]]] = []
+    captured: dict[str, TensorChanges] = {}
     for ordinal, bits in _once_each(shadow.layout, tensors):
         arrays = shadow.arrays
         new = Weights(shadow.layout, (*arrays[:ordinal], bits, *arrays[ordinal + 1 :]))
-        pieces = cut_runs(whole_runs(shadow.layout, [ordinal]), PIECE_ELEMENTS)
-        found.append((ordinal, _compare(shadow, new, pieces)))
-    return [changes for _, captured in sorted(found, key=lambda pair: pair[0]) for changes in captured]
+        runs = cut_runs(whole_runs(shadow.layout, [ordinal]), limits.BLOCK_ELEMENTS_MAX)
+        blocks = [changes for part in each(_comparison(shadow, new), runs) for changes in part]
+        captured |= by_tensor(shadow.layout, blocks)
+    return captured
 
 
 def collect(tensors: Iterable[tuple[TensorSpec, Bits]]) -> Weights:
     """Copies of tensors that come one by one, as weights of a layout of their own."""
-    found: dict[str, tuple[TensorSpec, Bits]] = {}
+    copies: dict[str, tuple[TensorSpec, Bits]] = {}
     for spec, bits in tensors:
-        if spec.name in found:
+        if spec.name in copies:
             raise InvalidInputError(f"tensor {spec.name!r:.200} came twice", hint=_HINT)
-        found[spec.name] = spec, bits.copy()
-    layout = Layout.of(spec for spec, _ in found.values())
-    return Weights(layout, tuple(found[spec.name][1] for spec in layout.tensors))
+        copies[spec.name] = spec, bits.copy()
+    layout = Layout.of(spec for spec, _ in copies.values())
+    return Weights(layout, tuple(copies[spec.name][1] for spec in layout.tensors))
 
 
 def copy_into(target: Weights, source: Readable) -> None:
-    """All elements of `source`."""
+    """Copy all elements of `source`."""
 
     def copy(runs: Runs) -> None:
         bits = source.region(runs).gather()
@@ -241,28 +277,30 @@ def copy_into(target: Weights, source: Readable) -> None:
             target.arrays[ordinal][first : first + count] = bits[begin : begin + count]
             begin += count
 
-    for _ in each(copy, layout_runs(target.layout, elements=CHUNK_ELEMENTS)):
+    for _ in each(copy, layout_runs(target.layout, elements=CACHED_ELEMENTS)):
         pass
 
 
 def copy_each(target: Weights, tensors: Iterable[tuple[TensorSpec, Bits]]) -> None:
-    """All elements of tensors that come one by one."""
+    """Copy all elements of tensors that come one by one."""
     for ordinal, bits in _once_each(target.layout, tensors):
         target.arrays[ordinal][:] = bits
 
 
-def _compare(shadow: Weights, new: Readable, pieces: Sequence[Runs]) -> list[Changes]:
+def _comparison(shadow: Weights, new: Readable) -> Callable[[Runs], list[Changes]]:
+    """A function that gives the blocks of one run of elements."""
+
     def compare(runs: Runs) -> list[Changes]:
         if not (isinstance(new, Converted) and new.is_converted):
             return list(detect(shadow, new, runs))
         masters = new.masters(runs)
-        return list(_detect_chunks(shadow, new, runs) if masters is None else _detect_masters(shadow, masters, runs))
+        return list(_detect_converted(shadow, new, runs) if masters is None else _detect_rounded(shadow, masters, runs))
 
-    return [changes for piece in each(compare, pieces) for changes in piece]
+    return compare
 
 
-def _detect_masters(shadow: Weights, masters: Masters, runs: Runs) -> Iterator[Changes]:
-    """As `detect` does it."""
+def _detect_rounded(shadow: Weights, masters: Masters, runs: Runs) -> Iterator[Changes]:
+    """The same as `detect`, of elements that the kernel rounds."""
     detect_in, before = kernels().detect_rounded, shadow.region(runs)
     start, elements = 0, before.elements
     while start < elements:
@@ -279,23 +317,31 @@ def _detect_masters(shadow: Weights, masters: Masters, runs: Runs) -> Iterator[C
         start = stop
 
 
-def _detect_chunks(shadow: Weights, new: Readable, runs: Runs) -> Iterator[Changes]:
-    """As `detect` does it, chunk by chunk. Lean, as there are thousands of chunks and only one of us runs Python."""
-    detect_in = kernels().detect
-    for ordinal, first, count in runs.tolist():
-        dtype, old = shadow.layout.tensors[ordinal].dtype, shadow.arrays[ordinal]
-        for at in range(first, first + count, CHUNK_ELEMENTS):
-            run = np.array([[ordinal, at, min(CHUNK_ELEMENTS, first + count - at)]])
-            before = _flat(dtype, old[at : at + int(run[0, 2])])
-            positions, values, _ = detect_in(
-                before, new.region(run), 0, cell=limits.CELL_ELEMENTS, enough=CHUNK_ELEMENTS
-            )
-            if len(positions):
-                yield Changes(run, positions, values)
+def _detect_converted(shadow: Weights, new: Readable, runs: Runs) -> Iterator[Changes]:
+    """The same as `detect`, of elements that are cast or copied first, few enough at a time to stay in the cache."""
+    detect_in, elements = kernels().detect, int(runs[:, 2].sum())
+    parts: list[TensorChanges] = []
+    start = stop = 0
+    for cell in cut_runs(runs, limits.CELL_ELEMENTS):
+        for ordinal, first, count in cell.tolist():
+            dtype, old = shadow.layout.tensors[ordinal].dtype, shadow.arrays[ordinal]
+            for at in range(first, first + count, CACHED_ELEMENTS):
+                run = np.array([[ordinal, at, min(CACHED_ELEMENTS, first + count - at)]])
+                size = int(run[0, 2])
+                before = _flat(dtype, old[at : at + size])
+                positions, values, _ = detect_in(before, new.region(run), 0, cell=size, enough=size)
+                if len(positions):
+                    positions += np.uint32(stop - start)
+                    parts.append((positions, values))
+                stop += size
+        if stop == elements or sum(len(values) for _, values in parts) >= limits.BLOCK_CHANGES_SOFT:
+            if parts:
+                yield Changes(slice_runs(runs, start, stop), *_joined(parts))
+            start, parts = stop, []
 
 
 def _flat(dtype: DType, bits: Bits) -> Region:
-    """A region to compare: it has no keys for a digest."""
+    """A region that is only compared: it has no keys for a digest."""
     return Region(dtype, (bits,), np.array([[0, 0, len(bits)]]), _NO_KEYS)
 
 
@@ -304,12 +350,12 @@ def _once_each(layout: Layout, tensors: Iterable[tuple[TensorSpec, Bits]]) -> It
     missing = set(layout.ordinals)
     for spec, bits in tensors:
         if spec.name not in missing:
-            told = "came twice" if spec.name in layout.ordinals else "is not in the feed"
-            raise InvalidInputError(f"tensor {spec.name!r:.200} {told}", hint=_HINT)
+            problem = "came twice" if spec.name in layout.ordinals else "is not in the feed"
+            raise InvalidInputError(f"tensor {spec.name!r:.200} {problem}", hint=_HINT)
         ordinal = layout.ordinals[spec.name]
         if spec != layout.tensors[ordinal]:
             raise InvalidInputError(f"the feed has {layout.tensors[ordinal]}, the weights have {spec}", hint=_HINT)
         missing.discard(spec.name)
         yield ordinal, bits
     if missing:
-        raise InvalidInputError(f"tensor {min(missing)!r:.200} did not come", hint=_HINT)
+        raise InvalidInputError(f"tensor {min(missing)!r:.200} is missing", hint=_HINT)

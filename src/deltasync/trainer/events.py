@@ -1,9 +1,10 @@
-"""What a publisher tells: the handle of one publication, and what it took."""
+"""What a publisher reports: the handle of one publication, and events with its sizes and times."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from deltasync.errors import StoreError
@@ -12,15 +13,15 @@ from deltasync.format.manifest import Kind, Manifest
 logger = logging.getLogger(__name__)
 
 PROGRESS_S = 10.0
-"""Between two lines about an anchor that takes long."""
+"""Seconds between two log lines about an anchor that takes long."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishEvent:
     """One committed version, or one anchor that was added to a version (`kind` is then "anchor").
 
-    Seconds by phase: `held_s` is what the trainer waited; the others ran behind its back. `coalesced` counts the
-    publications that this one carries besides its own.
+    Seconds by phase: the trainer waited for `held_s`; the other phases ran in the background. `coalesced` counts the
+    earlier publications that this one carries.
     """
 
     kind: Kind
@@ -38,10 +39,10 @@ class PublishEvent:
 
     def __str__(self) -> str:
         changed = "all" if self.changed is None else f"{self.changed} changed ({self.density or 0:.3%})"
-        behind = f"encode {self.encode_s:.3f} s, put {self.put_s:.3f} s, commit {self.commit_s:.3f} s"
+        background = f"encode {self.encode_s:.3f} s, put {self.put_s:.3f} s, commit {self.commit_s:.3f} s"
         return (
             f"version {self.version} ({self.kind}, step {self.step}): {changed}, {self.payload_bytes} bytes; "
-            f"held {self.held_s:.3f} s, {behind}, {self.retries} retries, {self.coalesced} coalesced"
+            f"held {self.held_s:.3f} s, {background}, {self.retries} retries, {self.coalesced} coalesced"
         )
 
     @property
@@ -53,8 +54,15 @@ class PublishEvent:
 Observer = Callable[[PublishEvent], None]
 
 
+def log_observer_error(done: "Future[None]") -> None:
+    """Log the error of an observer. The version is committed all the same."""
+    error = done.exception()
+    if error is not None:
+        logger.error("an observer of publications failed: %r", error, exc_info=error)
+
+
 class AnchorProgress:
-    """Tells the log how far an anchor is, from time to time. Most are done before the first time."""
+    """Logs the progress of an anchor every `PROGRESS_S`."""
 
     def __init__(self, version: int) -> None:
         self._version = version
@@ -70,7 +78,7 @@ class AnchorProgress:
 
 
 class Publication:
-    """The handle of one `publish` call. What it captured is part of `version`, or of a later one that took it along."""
+    """The handle of one `publish` call. What it captured is part of `version`, which may carry later captures too."""
 
     def __init__(self, step: int | None) -> None:
         self.step = step
@@ -86,30 +94,30 @@ class Publication:
 
     @property
     def stats(self) -> PublishEvent | None:
-        """What the commit took; None while there is none."""
+        """Sizes and times of the version; None while it is not committed."""
         return self._event
 
     def wait(self, timeout_s: float | None = None) -> Manifest:
-        """Wait for the commit and give its manifest; the error if it failed for good, StoreError on time-out.
+        """Wait for the commit and return its manifest. Raises the error if it failed for good, StoreError on timeout.
 
-        After an error nothing is lost: the next publication carries what this one did not.
+        After an error no change is lost: the next publication carries it.
         """
         if not self._done.wait(timeout_s):
             raise StoreError(
                 f"step {self.step} is not committed after {timeout_s} s",
                 transient=True,
-                hint="it goes on in the background: wait again",
+                hint="it continues in the background: wait again",
             )
         if self._manifest is None:
             raise self._error if self._error is not None else StoreError("the publisher was closed", transient=False)
         return self._manifest
 
     def succeed(self, manifest: Manifest, event: PublishEvent) -> None:
-        """Told by the pipeline: it is committed."""
+        """Called by the pipeline once the version is committed."""
         self._manifest, self._event = manifest, event
         self._done.set()
 
     def fail(self, error: BaseException) -> None:
-        """Told by the pipeline: it will not be."""
+        """Called by the pipeline when the version could not be committed."""
         self._error = error
         self._done.set()

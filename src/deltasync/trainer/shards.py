@@ -1,7 +1,7 @@
-"""The shard of one process of a sharded trainer: its elements of each tensor, and where they lie in the whole.
+"""The shard of one process of a sharded trainer: its elements of each tensor, and their places in the whole.
 
-A process works in local coordinates, on flat arrays of its own elements. What leaves it is in those of the layout: the
-keys of the digest and the runs of blocks. Elements that are neighbours here need not be neighbours there.
+A process works in local coordinates, on flat arrays of its own elements. What it writes is in the coordinates of the
+layout: the keys of the digest and the runs of blocks. Local neighbours need not be neighbours in the whole.
 """
 
 import math
@@ -20,7 +20,7 @@ from deltasync.format.payload import Block
 from deltasync.format.weights import Bits, Region, Runs, Weights, region_keys
 
 Spans = tuple[tuple[int, int], ...]
-"""Pieces (first index, number of indices) of one dimension, none of them empty, in the order that they have here."""
+"""Ranges (first index, number of indices) of one dimension, none of them empty, in local order."""
 
 _SHORT_RUN = 16
 _SHORT_RUNS_MAX = limits.RUNS_MAX // 4
@@ -35,30 +35,30 @@ def chunk(spans: Spans, number: int, parts: int) -> Spans:
 
 
 def cut(spans: Spans, first: int, last: int) -> Spans:
-    """What lies at the places `first` to `last`, counted along the spans."""
-    found, begin = [], 0
+    """The positions `first` to `last`, counted along the spans."""
+    result, begin = [], 0
     for start, count in spans:
         lo, hi = max(first, begin), min(last, begin + count)
         if lo < hi:
-            found.append((start + lo - begin, hi - lo))
+            result.append((start + lo - begin, hi - lo))
         begin += count
-    return tuple(found)
+    return tuple(result)
 
 
 def joined(pieces: Iterable[Spans]) -> Spans:
-    """One after the other; neighbours become one."""
-    found: list[tuple[int, int]] = []
+    """All spans one after the other; neighbours become one."""
+    result: list[tuple[int, int]] = []
     for start, count in (span for spans in pieces for span in spans):
-        if found and sum(found[-1]) == start:
-            found[-1] = found[-1][0], found[-1][1] + count
+        if result and sum(result[-1]) == start:
+            result[-1] = result[-1][0], result[-1][1] + count
         else:
-            found.append((start, count))
-    return tuple(found)
+            result.append((start, count))
+    return tuple(result)
 
 
 @dataclass(frozen=True)
 class Box:
-    """What a process has of a tensor of `shape`: all elements whose indices lie in the spans of each dimension.
+    """The elements of a tensor of `shape` that a process has: those with indices in the spans of each dimension.
 
     A scalar counts as one dimension of one element.
     """
@@ -73,15 +73,15 @@ class Box:
 
     @classmethod
     def empty(cls, shape: Sequence[int]) -> "Box":
-        """Nothing: another process has it."""
+        """A box without elements: other processes have them."""
         sizes = tuple(shape) if shape else (1,)
         return cls(sizes, tuple(() for _ in sizes))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of what is here; (0,) for nothing."""
-        found = tuple(sum(count for _, count in spans) for spans in self.spans)
-        return found if math.prod(found) else (0,)
+        """The shape of the local elements; (0,) if there are none."""
+        sizes = tuple(sum(count for _, count in spans) for spans in self.spans)
+        return sizes if math.prod(sizes) else (0,)
 
     @property
     def elements(self) -> int:
@@ -89,11 +89,11 @@ class Box:
 
     @property
     def runs(self) -> int:
-        """Number of contiguous pieces of the tensor that this is."""
+        """The number of contiguous runs of the tensor in this box."""
         return self.elements // self._sizes.sum() * len(self._sizes) if self.elements else 0
 
     def places(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where `count` elements from local place `first` on lie in the tensor: starts and lengths of its pieces."""
+        """Where `count` elements from the local position `first` on are in the tensor: starts and lengths of runs."""
         number = np.arange(self._piece(first), self._piece(first + count - 1) + 1)
         period, ends = int(self._sizes.sum()), np.cumsum(self._sizes)
         outer, span = np.divmod(number, len(ends))
@@ -104,7 +104,7 @@ class Box:
         return self._outer(outer) + inner[span] + begin - local, end - begin
 
     def copy_rows(self, local: Bits, rows: Bits, first: int) -> None:
-        """Fill the part of `local` that lies in `rows`: whole rows of the tensor from row `first` on."""
+        """Copy the elements of this box from `rows`, whole rows of the tensor from row `first` on, into `local`."""
         behind = self.shape[1:]
         there = rows.reshape(-1, *behind)
         here = local.reshape(self.local_shape)
@@ -119,7 +119,7 @@ class Box:
 
     @cached_property
     def _axis(self) -> int:
-        """The innermost dimension that is not here whole: what lies behind it is contiguous."""
+        """The innermost dimension of which only a part is local: elements behind it are contiguous."""
         partial = [d for d, size in enumerate(self.shape) if self.spans[d] != _all(size)]
         return max(partial, default=0)
 
@@ -138,14 +138,14 @@ class Box:
 
     def _outer(self, number: NDArray[np.int64]) -> NDArray[np.int64]:
         """First element, in the tensor, of what lies before the axis."""
-        found = np.zeros_like(number)
+        offsets = np.zeros_like(number)
         shape = self.local_shape[: self._axis]
         for d, at in enumerate(np.unravel_index(number, shape) if shape else ()):
             starts, counts = np.array(self.spans[d], np.int64).T
             ends = np.cumsum(counts)
             span = np.searchsorted(ends, at, side="right")
-            found += (starts[span] + at - (ends - counts)[span]) * self._strides[d]
-        return found
+            offsets += (starts[span] + at - (ends - counts)[span]) * self._strides[d]
+        return offsets
 
 
 class Shards:
@@ -157,25 +157,25 @@ class Shards:
         self.local = Layout(
             tuple(TensorSpec(t.name, t.dtype, box.local_shape) for t, box in zip(layout.tensors, boxes, strict=True))
         )
-        """What is here, under the names and numbers of the layout."""
+        """The local elements, under the names and ordinals of the layout."""
         short = [box.runs for box in self.boxes if box.runs and box.elements // box.runs < _SHORT_RUN]
         if sum(short) > _SHORT_RUNS_MAX:
             name = layout.tensors[max(range(len(self.boxes)), key=lambda i: self.boxes[i].runs)].name
             raise InvalidInputError(
-                f"the shard of tensor {name!r:.200} lies in too many short pieces", hint="shard it by another dimension"
+                f"the shard of tensor {name!r:.200} lies in too many short runs", hint="shard it by another dimension"
             )
 
     def require(self, boxes: Sequence[Box]) -> None:
-        """InvalidInputError that names a tensor of which another part is here now."""
-        for spec, mine, found in zip(self.layout.tensors, self.boxes, boxes, strict=True):
-            if mine != found:
+        """InvalidInputError that names a tensor if this process now has another box of it."""
+        for spec, mine, other in zip(self.layout.tensors, self.boxes, boxes, strict=True):
+            if mine != other:
                 raise InvalidInputError(
                     f"tensor {spec.name!r:.200} is sharded in another way than before",
-                    hint="open a new publisher: it goes on from the head of the feed",
+                    hint="open a new publisher: it continues from the head of the feed",
                 )
 
     def spread(self, runs: Runs) -> tuple[Runs, Runs]:
-        """Local runs cut where they are not contiguous in the whole: here, and there."""
+        """Local runs, cut where they are not contiguous in the whole: as local runs, and as runs of the whole."""
         here, there = [], []
         for ordinal, first, count in runs.tolist():
             starts, counts = self.boxes[ordinal].places(first, count)
@@ -185,7 +185,7 @@ class Shards:
         return np.concatenate(here), np.concatenate(there)
 
     def place(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """Blocks of what is here as blocks of the whole."""
+        """Blocks of the local elements as blocks of the whole."""
         return (replace(block, runs=self.spread(block.runs)[1]) for block in blocks)
 
 
@@ -206,7 +206,7 @@ def _all(size: int) -> Spans:
 
 
 def _along(spans: Spans) -> Iterator[tuple[int, int, int]]:
-    """First index, local place and length of each span."""
+    """First index, local position and length of each span."""
     place = 0
     for start, count in spans:
         yield start, place, count

@@ -24,6 +24,7 @@ from deltasync.errors import EngineError
 from deltasync.store import open_store
 from deltasync.store.protocol import Store
 from deltasync.torch.publisher import Publisher
+from deltasync.trainer.publisher import PublisherOptions
 from deltasync.transformers import model_files
 
 _WARMUP_STEPS = 30
@@ -40,7 +41,10 @@ def main(feed: str, samples: str, steps: int, age_max: int, orders: Orders) -> N
     torch.set_num_threads(1)
     model = new_policy(seed=0)
     files = model_files(model, dtype=PUBLISHED)
-    with closing(open_store(samples)) as store, Publisher(feed, dtype=PUBLISHED, files=files) as publisher:
+    with (
+        closing(open_store(samples)) as store,
+        Publisher(feed, dtype=PUBLISHED, options=PublisherOptions(files=files)) as publisher,
+    ):
         head = _publish(publisher, model, step=0)
         for _ in islice(Warmup(model, Wordle.bundled(), seed=0), _WARMUP_STEPS):
             if orders.stopped.is_set():

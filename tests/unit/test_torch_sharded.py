@@ -47,7 +47,7 @@ from deltasync.torch.ranks import Failure, owned
 from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.capture import Shadow, capture, tensors_of
 from deltasync.trainer.shards import Box, Shards, ShardWeights, Spans, chunk, cut, joined
-from deltasync.trainer.version import Group, Part, VersionWriter, grouped, put_anchor
+from deltasync.trainer.version import Group, Metadata, Part, VersionWriter, grouped, put_anchor
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -326,13 +326,13 @@ def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Pat
         )
         advanced = threading.Event()
         anchors = Anchors(replace(versions, group=tables[1].seat(rank, advanced)), shadow, NEVER)
-        made = versions.anchor(shadow.weights, parent=None, step=0, files=None, extra={}).manifest
+        made = versions.anchor(shadow.weights, None, Metadata(step=0)).manifest
         shadow.advance([], made)
         for step, whole in enumerate(wholes[1:], 1):
             manifests.extend([made] * (rank == 0))
             captured = capture(plain, Weights(shards.local, shard_of(whole, shards).arrays))
             encoded = blocks.encode_changes(shadow.weights, captured)
-            made = versions.delta(encoded, parent=made, step=step, files=None, extra={}).manifest
+            made = versions.delta(encoded, made, Metadata(step=step)).manifest
             with shadow.lock:
                 anchors.note(dict(tensors_of(shards.local, shadow.bits_before(captured))))
                 shadow.advance(captured, made)
@@ -371,7 +371,7 @@ def test_a_base_has_the_digest_of_all_ranks() -> None:
         shadow = Shadow(shard_of(whole, shards), None)
         versions = VersionWriter(writer=writer, layout=whole.layout, shards=shards, group=table.seat(rank))
         base = BaseRef("some/checkpoint")
-        manifest = versions.base(shadow.weights, base, step=0, files=None, extra={}).manifest
+        manifest = versions.base(shadow.weights, base, Metadata(step=0)).manifest
         assert (manifest.kind, manifest.payloads) == ("base", ())
         assert manifest.digest == blocks.digest(whole)
 

@@ -32,7 +32,7 @@ from deltasync.trainer.events import Publication
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
 from deltasync.trainer.publisher import PublisherOptions, require_layout
 from deltasync.trainer.shards import Box, Shards, ShardWeights
-from deltasync.trainer.version import VersionWriter, require_extra
+from deltasync.trainer.version import Metadata, VersionWriter, require_extra
 
 SENT_ELEMENTS = 1 << 24
 """Elements that are sent at a time."""
@@ -157,11 +157,11 @@ class ShardedPublisher(TorchPublisher):
         pipeline.require_running()
         if anchor:
             pipeline.anchors.request()
-        metadata = {} if extra is None else dict(extra)
+        own = {} if extra is None else dict(extra)
         with pipeline.shadow.lock:
             try:
                 with opened.ranks.report_errors():
-                    require_extra(metadata)
+                    require_extra(own)
                     captured = self._capture(opened, weights)
             except BaseException as error:
                 # The other ranks stop as well: what they would publish next is not what this one would.
@@ -169,9 +169,9 @@ class ShardedPublisher(TorchPublisher):
                 raise
             held_s = time.perf_counter() - started
             if captured is not None:
-                return pipeline.submit(captured, step=step, extra=metadata, held_s=held_s)
-            first = FirstVersion(step=step, base=self._options.base, files=opened.files, extra=metadata)
-            return pipeline.start(first, held_s=held_s)
+                return pipeline.submit(captured, step=step, extra=own, held_s=held_s)
+            metadata = Metadata(step=step, files=opened.files, extra=own)
+            return pipeline.start(FirstVersion(base=self._options.base, metadata=metadata), held_s=held_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything that was published is committed or has failed; False on timeout."""

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 
 from deltasync import blocks
 from deltasync.checkpoint import Checkpoint, companion_files, open_checkpoint
@@ -15,7 +16,7 @@ from deltasync.format.payload import Block
 from deltasync.format.weights import Weights
 from deltasync.parallel import Progress, counting
 from deltasync.store import Feed, opened
-from deltasync.trainer.version import VersionWriter, require_extra
+from deltasync.trainer.version import Metadata, VersionWriter, require_extra
 
 _Path = str | os.PathLike[str]
 
@@ -41,8 +42,8 @@ def publish(
 
     ConflictError if another writer committed first: none of its objects is touched; call this again to publish on top.
     """
-    metadata = {} if extra is None else extra
-    require_extra(metadata)
+    metadata = Metadata(step=step, extra={} if extra is None else extra)
+    require_extra(metadata.extra)
     source = open_checkpoint(checkpoint)
     new = source.weights
     with opened(feed) as store, closing(Writer(store, require_fencing=require_fencing)) as writer:
@@ -54,17 +55,17 @@ def publish(
                     f"the feed is at version {head.version}: only its first version can be a base",
                     hint="leave out the base to publish the change",
                 )
-            files = _put_files(writer, head, source, anchor=anchor)
-            return versions.base(new, base, step=step, files=files, extra=metadata, progress=progress).manifest
+            metadata = replace(metadata, files=_put_files(writer, head, source, anchor=anchor))
+            return versions.base(new, base, metadata, progress=progress).manifest
         if head is None or (anchor and head.layout_sha256 != new.layout.sha256):
-            files = _put_files(writer, head, source, anchor=anchor)
-            return versions.anchor(new, parent=head, step=step, files=files, extra=metadata, progress=progress).manifest
+            metadata = replace(metadata, files=_put_files(writer, head, source, anchor=anchor))
+            return versions.anchor(new, head, metadata, progress=progress).manifest
         changes = _encode(writer, head, source, parent, progress)
-        files = _put_files(writer, head, source, anchor=anchor)
+        metadata = replace(metadata, files=_put_files(writer, head, source, anchor=anchor))
         manifest = head
         # A second attempt finds its version at the head, where only the anchor may be missing.
         if changes or not anchor or head.step != step:
-            manifest = versions.delta(changes, parent=head, step=step, files=files, extra=metadata).manifest
+            manifest = versions.delta(changes, head, metadata).manifest
         if anchor and manifest.kind == "delta":
             versions.add_anchor(manifest, new, progress=progress)
         return manifest

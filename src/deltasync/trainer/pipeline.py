@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from deltasync.blocks import encode_changes
 from deltasync.errors import ConflictError, InvalidInputError, StoreError
-from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
+from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.weights import Changes
 from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.capture import Capture, Shadow, by_tensor, in_blocks, rebase, tensors_of
 from deltasync.trainer.events import AnchorProgress, Observer, Publication, PublishEvent, log_observer_error
-from deltasync.trainer.version import CommittedVersion, VersionWriter
+from deltasync.trainer.version import CommittedVersion, Metadata, VersionWriter
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +27,8 @@ logger = logging.getLogger(__name__)
 class FirstVersion:
     """How a new feed begins: with all weights of the shadow, or with the name of a base that has them."""
 
-    step: int | None
     base: BaseRef | None
-    files: PayloadRef | None
-    extra: Mapping[str, str]
+    metadata: Metadata
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +76,7 @@ class Pipeline:
     def start(self, first: FirstVersion, *, held_s: float) -> Publication:
         """Publish all weights of the shadow as the first version."""
         self._first = first
-        return self._enqueue(_Job([Publication(first.step)], held_s, None, first.extra))
+        return self._enqueue(_Job([Publication(first.metadata.step)], held_s, None, first.metadata.extra))
 
     def submit(self, capture: Capture, *, step: int | None, extra: Mapping[str, str], held_s: float) -> Publication:
         """Publish a capture. Called with the shadow's lock held since before the capture."""
@@ -148,18 +146,9 @@ class Pipeline:
             raise InvalidInputError("the feed is empty and no first version was given")
         try:
             if first.base is None:
-                committed = self.versions.anchor(
-                    weights,
-                    parent=None,
-                    step=first.step,
-                    files=first.files,
-                    extra=first.extra,
-                    progress=AnchorProgress(0),
-                )
+                committed = self.versions.anchor(weights, None, first.metadata, progress=AnchorProgress(0))
             else:
-                committed = self.versions.base(
-                    weights, first.base, step=first.step, files=first.files, extra=first.extra
-                )
+                committed = self.versions.base(weights, first.base, first.metadata)
         except StoreError:
             self._uncertain = []
             raise
@@ -173,8 +162,9 @@ class Pipeline:
             job.capture = changes
             blocks = encode_changes(self.shadow.weights, changes)
         encode_s = time.perf_counter() - started
+        metadata = Metadata(step=job.step, files=head.files, extra=job.extra)
         try:
-            committed = self.versions.delta(blocks, parent=head, step=job.step, files=head.files, extra=job.extra)
+            committed = self.versions.delta(blocks, head, metadata)
         except StoreError:
             self._uncertain = changes
             raise

@@ -35,7 +35,7 @@ from deltasync.trainer.capture import (
 )
 from deltasync.trainer.events import Observer, Publication
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
-from deltasync.trainer.version import VersionWriter, require_extra
+from deltasync.trainer.version import Metadata, VersionWriter, require_extra
 
 logger = logging.getLogger(__name__)
 
@@ -188,8 +188,8 @@ class FeedPublisher:
         pipeline, options = self._pipeline, self._options
         if pipeline is None:
             raise InvalidInputError("the feed is not open")
-        metadata = {} if extra is None else dict(extra)
-        require_extra(metadata)
+        own = {} if extra is None else dict(extra)
+        require_extra(own)
         started = time.perf_counter()
         pipeline.require_running()
         if options.wait:
@@ -200,9 +200,9 @@ class FeedPublisher:
                 pipeline.anchors.request()
             if pipeline.is_filled:
                 captured = find(pipeline.shadow)
-                return pipeline.submit(captured, step=step, extra=metadata, held_s=time.perf_counter() - started)
+                return pipeline.submit(captured, step=step, extra=own, held_s=time.perf_counter() - started)
             copy(pipeline.shadow)
-            first = FirstVersion(step=step, base=options.base, files=files, extra=metadata)
+            first = FirstVersion(base=options.base, metadata=Metadata(step=step, files=files, extra=own))
             return pipeline.start(first, held_s=time.perf_counter() - started)
 
     def _resume(self, layout: Layout | None, head: Manifest) -> Pipeline:

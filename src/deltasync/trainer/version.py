@@ -174,6 +174,15 @@ class Part:
         return cls(tuple(payloads), digest_delta, sum(counts) if counts else None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metadata:
+    """What a manifest says about a version besides its weights. `extra` is the user's own."""
+
+    step: int | None = None
+    files: PayloadRef | None = None
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class CommittedVersion:
     """A committed version or a late anchor, and the time that it took. `is_anchor_due`: it should get an anchor."""
@@ -226,53 +235,31 @@ class VersionWriter:
         return Retry(self.retry_s)(lambda: self.writer.put(data))
 
     def anchor(
-        self,
-        weights: Readable,
-        *,
-        parent: Manifest | None,
-        step: int | None,
-        files: PayloadRef | None,
-        extra: Mapping[str, str],
-        progress: Progress | None = None,
+        self, weights: Readable, parent: Manifest | None, metadata: Metadata, *, progress: Progress | None = None
     ) -> CommittedVersion:
         """Commit all weights as the version after `parent`."""
         retry, started = Retry(self.retry_s), time.perf_counter()
         with self.group.report_errors():
-            draft = self._draft("anchor", parent, step, files, extra)
+            draft = self._draft("anchor", parent, metadata)
             part = self._put_weights(weights, draft.version, retry, progress)
         return self._commit(draft, layout_digest(self.layout), part, retry, started)
 
     def base(
-        self,
-        weights: Weights,
-        base: BaseRef,
-        *,
-        step: int | None,
-        files: PayloadRef | None,
-        extra: Mapping[str, str],
-        progress: Progress | None = None,
+        self, weights: Weights, base: BaseRef, metadata: Metadata, *, progress: Progress | None = None
     ) -> CommittedVersion:
         """Commit version 0 as the name of a checkpoint that has the same weights: none are put."""
         retry, started = Retry(self.retry_s), time.perf_counter()
         with self.group.report_errors():
-            draft = replace(self._draft("base", None, step, files, extra), base=base)
+            draft = replace(self._draft("base", None, metadata), base=base)
             digest = coded.digest(weights, on_progress=counting(progress, "digest", weights.layout.elements))
             part = Part((), digest - layout_digest(weights.layout), None)
         return self._commit(draft, layout_digest(self.layout), part, retry, started)
 
-    def delta(
-        self,
-        blocks: Sequence[Block],
-        *,
-        parent: Manifest,
-        step: int | None,
-        files: PayloadRef | None,
-        extra: Mapping[str, str],
-    ) -> CommittedVersion:
+    def delta(self, blocks: Sequence[Block], parent: Manifest, metadata: Metadata) -> CommittedVersion:
         """Commit blocks that were encoded against `parent` as the version after it."""
         retry, started = Retry(self.retry_s), time.perf_counter()
         with self.group.report_errors():
-            draft = self._draft("delta", parent, step, files, extra)
+            draft = self._draft("delta", parent, metadata)
             digest_delta = sum((block.digest for block in blocks), StateDigest.ZERO)
             placed = blocks if self.shards is None else self.shards.place(blocks)
             refs = tuple(self._put_delta(parent, group, retry) for group in grouped(placed))
@@ -359,25 +346,18 @@ class VersionWriter:
         commit_s = time.perf_counter() - started - put_s
         return CommittedVersion(manifest, put_s, commit_s, retry.count, is_anchor_due)
 
-    def _draft(
-        self,
-        kind: Kind,
-        parent: Manifest | None,
-        step: int | None,
-        files: PayloadRef | None,
-        extra: Mapping[str, str],
-    ) -> Manifest:
+    def _draft(self, kind: Kind, parent: Manifest | None, metadata: Metadata) -> Manifest:
         return Manifest(
             kind=kind,
             version=0 if parent is None else parent.version + 1,
             parent=None if parent is None else parent.version,
             parent_digest=None if parent is None else parent.digest,
-            step=step,
+            step=metadata.step,
             layout_sha256=self.layout.sha256,
             digest=StateDigest.ZERO,
             elements=self.layout.elements,
-            files=files,
-            extra=dict(extra),
+            files=metadata.files,
+            extra=dict(metadata.extra),
             writer=self.writer.id,
             created_unix_s=0,
         )

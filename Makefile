@@ -8,16 +8,24 @@ VLLM_PIP := PIP_CONSTRAINT=vllm-constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 
 NATIVE := CMakeLists.txt $(wildcard native/*)
 FUZZ_SECONDS ?= 60
 
-.PHONY: demo test test-e2e lint install bench bench-codec bench-store bench-publish bench-replica bench-trl fuzz format clean
+# The demo needs less than the tests do; where their packages are installed, nothing is left to install.
+DEMO_STAMP := $(if $(wildcard $(VENV)/install.stamp),$(VENV)/install.stamp,$(VENV)/demo.stamp)
 
-demo: install
-	cd examples && ../$(BIN)/python -m wordle --out ../deltasync-demo/$$(date +%Y%m%d-%H%M%S)
+.PHONY: demo test test-e2e soak lint install bench bench-codec bench-store bench-publish bench-replica bench-trl fuzz format clean
+
+# Everything that a run writes goes to deltasync-demo/TIME. More options: make demo DEMO="--steps 20"
+demo: $(DEMO_STAMP)
+	@PYTHONPATH=examples $(BIN)/python -m wordle $(DEMO)
 
 test: install
 	$(BIN)/python -m pytest -n 2 -m "not e2e"
 
 test-e2e: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp fuzz
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m e2e
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m e2e
+
+# Tests that depend on chance, with many repetitions of each: kills, power cuts, generated examples. Takes an hour.
+soak: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp
+	DELTASYNC_SOAK=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m soak
 
 lint: install
 	$(BIN)/ruff check .
@@ -56,6 +64,11 @@ install: $(VENV)/install.stamp
 $(VENV)/install.stamp: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable ".[test,lint]"
+	touch $@
+
+$(VENV)/demo.stamp: pyproject.toml constraints.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable ".[transformers]"
 	touch $@
 
 # For end-to-end tests and benchmarks. The wheel of the model is data; what it depends on is only needed to chat with it.

@@ -1,11 +1,17 @@
-"""Makes `helpers` and `crafting` importable from every test: this folder comes onto the path."""
+"""Fixtures for all tests. Because of this file, `support` is importable from every test: its folder is on the path."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from deltasync.kernels import VARIABLE, available, kernels
 from deltasync.store import retry
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs with SIGINT ignored, and child processes inherit that. They do not inherit a
+    # handler, so this one lets tests interrupt their children while the test run itself still ignores SIGINT.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
 @pytest.fixture(params=available())

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from obstore import exceptions
+from support.soak import repeats
 
 from deltasync.errors import NotFoundError, StoreError
 from deltasync.store import remote
@@ -110,7 +111,8 @@ keys = st.sets(st.lists(names, min_size=1, max_size=3).map("/".join), min_size=5
 
 
 @pytest.mark.parametrize("server", [by_name, by_folder, without_offset])
-@settings(max_examples=300)
+@pytest.mark.soak
+@settings(max_examples=repeats(100, soak=3000))
 @given(found=keys, data=st.data())
 def test_listings_of_any_server_come_out_in_order(server: Any, found: set[str], data: st.DataObject) -> None:
     # No key is a folder of another.

@@ -19,12 +19,14 @@ os.environ.update(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("check", choices=("experts", "protocol"))
-    parser.add_argument("old")
-    parser.add_argument("new")
+    parser.add_argument("checkpoint")
+    parser.add_argument("new", nargs="?")
     parser.add_argument("--feed")
     options = parser.parse_args()
-    found = stacked_experts(options.old, options.new) if options.check == "experts" else protocol(options)
-    print(json.dumps(found))
+    if options.check == "experts":
+        print(json.dumps(stacked_experts(options.checkpoint, options.new)))
+    else:
+        print(json.dumps(protocol(options.checkpoint, options.feed)))
 
 
 def engine(checkpoint: str) -> Any:
@@ -82,17 +84,11 @@ def stacked_experts(old: str, new: str) -> dict[str, Any]:
     }
 
 
-def same_bits(ours: Any, theirs: Any) -> bool:
-    import torch
-
-    return torch.equal(ours.detach().view(torch.int16), theirs.view(torch.int16))
-
-
-def protocol(options: argparse.Namespace) -> dict[str, Any]:
-    """vLLM's own way to update weights: what it generates with the old ones, at version 1, and at version 0 again."""
+def protocol(checkpoint: str, feed: str) -> list[Any]:
+    """vLLM's own protocol to update weights: answers with the checkpoint, then at versions 0, 1 and 0."""
     from vllm import SamplingParams
 
-    llm = engine(options.old)
+    llm = engine(checkpoint)
     prompt = {"prompt_token_ids": [5, 17, 99, 240, 33, 8]}
 
     def answer() -> list[list[float]]:
@@ -100,15 +96,15 @@ def protocol(options: argparse.Namespace) -> dict[str, Any]:
         said = llm.generate([prompt], asked, use_tqdm=False)[0].outputs[0].logprobs
         return [[token, chosen[token].logprob] for chosen in said for token in chosen]
 
-    found = {"old": answer()}
-    llm.init_weight_transfer_engine({"init_info": {"feed": options.feed}})
-    for version in (1, 0):
+    answers = [answer()]
+    llm.init_weight_transfer_engine({"init_info": {"feed": feed}})
+    for version in (0, 1, 0):
         llm.start_weight_update()
         llm.update_weights({"update_info": {"version": version}})
         llm.finish_weight_update(str(version))
         llm.reset_prefix_cache()
-        found[f"version {version}"] = answer()
-    return found
+        answers.append(answer())
+    return answers
 
 
 if __name__ == "__main__":

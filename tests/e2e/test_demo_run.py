@@ -95,8 +95,6 @@ def demo(
     out: Path, *arguments: str, environment: Mapping[str, str] | None = None, without: str | None = None
 ) -> Iterator["subprocess.Popen[str]"]:
     """Run the command as a process, and leave no process behind, whatever the test does."""
-    # Shells start background jobs with SIGINT ignored, and children would inherit that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     command = ["-m", "wordle"] if without is None else ["-c", WITHOUT, without]
     process = subprocess.Popen(
         [sys.executable, *command, "--out", str(out), *arguments],
@@ -108,7 +106,6 @@ def demo(
     try:
         yield process
     finally:
-        signal.signal(signal.SIGINT, before)
         process.kill()
         process.wait()
         for pid in children(out):

@@ -47,6 +47,7 @@ VLLM = {
     "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm")),
 }
 SCRIPTS = Path(__file__).parent / "separate_hosts"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVE = """
 "$1" -m deltasync restore "$2" -o model && exec "$1" -m deltasync serve --feed "$2" --replica replica -- \
   --model model --served-model-name policy --skip-tokenizer-init --host 0.0.0.0 --port "$3" --dtype bfloat16 \
@@ -149,8 +150,9 @@ def audit(started: Programs, up: dict[str, Host]) -> dict[str, Any]:
     return started.await_told("audit", "audited", within_s=180)
 
 
-def script(name: str) -> tuple[str, str]:
-    return sys.executable, str(SCRIPTS / f"{name}.py")
+def script(name: str) -> tuple[str, ...]:
+    """The command of a program of ours. It plays the Wordle of the examples, so it needs them on its path."""
+    return "env", f"PYTHONPATH={EXAMPLES}", sys.executable, str(SCRIPTS / f"{name}.py")
 
 
 def require_same_weights(audited: dict[str, Any], trained: dict[str, Any]) -> None:

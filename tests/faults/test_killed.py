@@ -1,4 +1,4 @@
-"""kill -9 while publishing, 50 times at random points: nothing that was committed is lost, and the next one goes on."""
+"""kill -9 of a publisher at random points: nothing that was committed is lost, and the next one goes on."""
 
 import random
 import time
@@ -9,14 +9,15 @@ import pytest
 from known import head_of, nth, require_clean, require_exact
 from running import publishing
 from support import servers
+from support.soak import repeats
 
 from deltasync.feed.log import Log
 from deltasync.format import keys
 from deltasync.store import open_store
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
-KILLS = 50
+KILLS = repeats(15, soak=100)
 
 
 @pytest.fixture(params=["file", "seaweed"])

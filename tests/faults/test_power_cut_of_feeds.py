@@ -16,11 +16,12 @@ import pytest
 from known import head_of, manifests, nth, publish, require_clean, require_exact
 from running import mounted, publishing, run
 from support.servers import missing
+from support.soak import repeats
 
 from deltasync.errors import DeltasyncError, StoreError
 from deltasync.store.local import LocalStore
 
-CUTS = 15
+CUTS = repeats(8, soak=50)
 IMAGE_BYTES = 24 << 20
 
 
@@ -94,6 +95,7 @@ def loss_of(copy: Path, committed: int) -> str | None:
 
 
 @pytest.mark.e2e
+@pytest.mark.soak
 def test_every_committed_version_survives(tmp_path: Path) -> None:
     assert losses(tmp_path, cuts=CUTS) == []
 

@@ -13,13 +13,14 @@ import pytest
 from replica import run
 from support.feeds import Feed, same_weights
 from support.replicas import LONG_S
+from support.soak import repeats
 
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import DeltasyncError
 from deltasync.replica.folder import _recorded
 from deltasync.store.local import LocalStore
 
-KILLS = 30
+KILLS = repeats(10, soak=100)
 LONGEST_LIFE_S = 0.4
 
 
@@ -51,8 +52,9 @@ class Watcher(threading.Thread):
 
 
 @pytest.mark.e2e
+@pytest.mark.soak
 @pytest.mark.parametrize("is_mapped", [True, False], ids=["mapped", "memory"])
-def test_a_replica_is_killed_thirty_times(is_mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_is_killed_again_and_again(is_mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     feed = Feed.of(3, LocalStore(tmp_path / "feed"))
     url = feed.store.url
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))

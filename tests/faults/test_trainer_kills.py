@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.soak import repeats
 from training import CHECKPOINT_STEPS, hashes, run
 
 from deltasync.feed.log import Log
@@ -18,7 +19,7 @@ from deltasync.feed.verify import verify
 from deltasync.format.weights import Weights
 from deltasync.store.local import LocalStore
 
-KILLS = 30
+KILLS = repeats(10, soak=100)
 LONGEST_LIFE_S = 1.0
 MORE_STEPS = 7
 
@@ -31,7 +32,8 @@ def hash_of(weights: Weights) -> str:
 
 
 @pytest.mark.e2e
-def test_a_trainer_is_killed_thirty_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.soak
+def test_a_trainer_is_killed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every version has the weights that an uninterrupted run has at its step, and so has the last one."""
     store = LocalStore(tmp_path / "feed")
     log = Log(store)

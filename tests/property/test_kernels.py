@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import strategies
 from support.helpers import ChangesParts, encode_with, numbers
+from support.soak import repeats
 from support.strategies import Look, Move, random_bits, random_change
 
 from deltasync.errors import DeltasyncError, InvalidInputError
@@ -28,9 +29,9 @@ KINDS = {(d.width, d.exponent_shift, d.exponent_mask): d for d in DTYPES.values(
 
 # In CI a build without them is a failure, not a reason to skip.
 assert NATIVE or "CI" not in os.environ, "CI must build the native kernels"
-pytestmark = pytest.mark.skipif(not NATIVE, reason="the native kernels are not built")
-some = settings(max_examples=80, deadline=None)
-many = settings(max_examples=120, deadline=None)
+pytestmark = [pytest.mark.soak, pytest.mark.skipif(not NATIVE, reason="the native kernels are not built")]
+some = settings(max_examples=repeats(80, soak=2000), deadline=None)
+many = settings(max_examples=repeats(120, soak=3000), deadline=None)
 
 
 def plain(value: Any) -> Any:

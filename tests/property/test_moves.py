@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.feeds import Feed
 from support.helpers import state
 from support.replicas import TorchTarget, follower
+from support.soak import repeats
 from support.strategies import random_change
 
 from deltasync.errors import NotFoundError
@@ -86,7 +87,8 @@ class Run:
 
 
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["memory", "mapped"])
-@settings(max_examples=60, deadline=None)
+@pytest.mark.soak
+@settings(max_examples=repeats(60, soak=1000), deadline=None)
 @given(actions=st.lists(ACTIONS, max_size=14))
 def test_a_target_has_the_bits_of_its_version(actions: list[tuple[str, float | None, float]], is_mapped: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:

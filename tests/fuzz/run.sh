@@ -41,13 +41,14 @@ compile() {
     object=$build/$(basename "$source" .cpp).o
     # shellcheck disable=SC2086
     "$cxx" -std=c++20 -O2 -g -fno-strict-aliasing -fno-omit-frame-pointer -fsanitize=$sanitizers \
-        -fno-sanitize-recover=all -Inative "$@" -c "$source" -o "$object"
+        -fno-sanitize-recover=all -Inative "$@" -c "$source" -o "$object" &
     objects="$objects $object"
+    compilers="$compilers $!"
 }
 
 target=$build/decode_fuzz
 if [ ! -x "$target" ] || [ -n "$(find native tests/fuzz -newer "$target" \( -name '*.?pp' -o -name run.sh \))" ]; then
-    objects=""
+    objects="" compilers=""
     for source in native/*.cpp tests/fuzz/decode_fuzz.cpp; do
         case "$source" in
             */module.cpp) ;; # the binding to Python
@@ -58,6 +59,8 @@ if [ ! -x "$target" ] || [ -n "$(find native tests/fuzz -newer "$target" \( -nam
             *) compile "$source" ;;
         esac
     done
+    # One at a time, because only then a failure ends this script.
+    for compiler in $compilers; do wait "$compiler"; done
     # shellcheck disable=SC2086
     "$cxx" -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $objects -o "$target"
 fi

@@ -161,6 +161,7 @@ def test_a_stale_trainer_is_fenced_off(tmp_path: Path) -> None:
     require_steps(store, dict(enumerate(range(4))))
 
 
+@pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("kind", ["refuse", "cut", "lose"])
 def test_errors_while_a_feed_is_opened_are_tried_again(kind: Any) -> None:
     prepared = feed(3)

@@ -28,7 +28,7 @@ test: install
 test-e2e: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp fuzz
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m e2e
 
-# Tests that depend on chance, with many repetitions of each: kills, power cuts, generated examples. Takes an hour.
+# Tests that depend on chance, with many repetitions of each: kills, power cuts, generated examples.
 soak: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp
 	DELTASYNC_SOAK=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m soak
 

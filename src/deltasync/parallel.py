@@ -149,7 +149,9 @@ class _Pools:
 
 def _set_niceness(niceness: int | None) -> None:
     if niceness is not None and hasattr(os, "PRIO_PROCESS"):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        thread = threading.get_native_id()
+        # Only root may raise a priority: a process that is nicer already stays so.
+        os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 _pools = _Pools()

@@ -146,11 +146,13 @@ class FolderTarget:
     def _clean(self, *kept: Path | None) -> None:
         """Remove the folders of other versions and incomplete ones."""
         for path in self._path.parent.iterdir():
-            is_old = self._folders.fullmatch(path.name) is not None and path not in kept and path.is_dir()
-            if is_old or (self._leftovers.fullmatch(path.name) is not None and path.is_dir()):
+            is_leftover = self._leftovers.fullmatch(path.name) is not None
+            if path.is_symlink():
+                # A link to a folder that is still there counts as a folder, too.
+                if is_leftover:
+                    path.unlink()
+            elif path.is_dir() and (is_leftover or (self._folders.fullmatch(path.name) and path not in kept)):
                 shutil.rmtree(path)
-            elif self._leftovers.fullmatch(path.name) is not None and path.is_symlink():
-                path.unlink()
 
 
 def _recorded(folder: Path) -> int | None:

@@ -149,6 +149,14 @@ def test_import_needs_no_torch_and_few_modules() -> None:
     assert not [name for name in own if name.startswith(above)]
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["status", "--help"], ["serve", "--help"]], ids=" ".join)
+def test_the_command_line_needs_no_torch(arguments: list[str]) -> None:
+    code = "import sys; sys.modules['torch'] = None\nfrom deltasync.cli.main import main\nmain(sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
 def test_the_package_is_typed() -> None:
     assert resources.files("deltasync").joinpath("py.typed").is_file()
 

@@ -146,7 +146,7 @@ def test_a_profile_is_enough(seaweed: servers.Server, tmp_path_factory: pytest.T
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     code = (
-        f"from deltasync.store.opening import open_store\ns = open_store({seaweed.url('profile')!r})\n"
+        f"from deltasync.store import open_store\ns = open_store({seaweed.url('profile')!r})\n"
         "s.put('key', b'1'); print(s.get('key'))"
     )
     done = subprocess.run(
@@ -244,7 +244,7 @@ def test_an_object_replaced_while_it_is_read_is_read_again(store: Store, monkeyp
 FORK = """
 import os, sys
 from deltasync.errors import InvalidInputError
-from deltasync.store.opening import open_store
+from deltasync.store import open_store
 
 early = open_store({url!r})
 if sys.argv[1] == "used":

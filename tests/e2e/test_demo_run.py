@@ -134,7 +134,7 @@ def wait_for_version(feed: Path, version: int) -> None:
     wait_until(lambda: head_of(feed) >= version)
 
 
-@pytest.mark.parametrize(("kind", "replicas", "steps"), [("s3", 2, 6), ("hf", 1, 4)])
+@pytest.mark.parametrize(("kind", "replicas", "steps"), [("s3", 2, 12), ("hf", 1, 4)])
 def test_whole_run(
     kind: str,
     replicas: int,
@@ -253,7 +253,7 @@ def test_a_store_that_fails(policy: Path, tmp_path: Path) -> None:
         wait_for_version(out / "feed", 1)
         shutil.rmtree(payloads)
         payloads.touch()
-        shown = fails(process, out, "trainer: cannot put payloads/", "something else is in its place")
+        shown = fails(process, out, "trainer: cannot put payloads/", "something else has this name")
     assert "step 1," in shown
     assert "step 99," not in shown
 

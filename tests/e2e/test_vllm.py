@@ -122,6 +122,8 @@ def _while_stepping(server: VllmServer, feed: TrainingFeed, *, steps: int) -> li
             done.set()
         for request in asked:
             request.result()
+    # One more, while nothing switches: where switches follow each other quickly, no other has a single version.
+    responses.append(server.complete(PROMPTS[1], max_tokens=48, ignore_eos=True, return_token_ids=True))
     return responses
 
 

@@ -1,6 +1,6 @@
 """Looks at the end of a run, from where both the replica and the store can be reached.
 
-Run as `python audit.py REPLICA FEED SAMPLES`: three URLs, with `DELTASYNC_TOKEN` in the environment. Tells `audited`.
+Run as `python audit.py REPLICA FEED SAMPLES`: three URLs, with `DELTASYNC_TOKEN` in the environment. Sends `audited`.
 """
 
 import os
@@ -14,9 +14,9 @@ import torch
 from client import Client
 from numpy.typing import NDArray
 from samples import taken
-from wordle.child import Orders, run, tell
-from wordle.policy import loaded_policy
-from wordle.wordle import Array
+from wordle.game import Array
+from wordle.processes import Orders, run_child, send
+from wordle.training import loaded_policy
 
 from deltasync.errors import EngineError
 from deltasync.feed.log import Log
@@ -40,7 +40,7 @@ def main(replica: str, feed: str, samples: str, orders: Orders) -> None:
         texts = made[-1].played.texts[:_TEXTS]
         said = client.text_log_probs(texts)
         apart = [np.abs(said - log_probs_of(store, version, texts)) for version in (head.version, head.version - 1)]
-        tell(
+        send(
             "audited",
             head=head.version,
             digest=head.digest.hex,
@@ -80,4 +80,4 @@ def log_probs_of(store: Store, version: int, texts: Array) -> NDArray[np.float64
 
 
 if __name__ == "__main__":
-    sys.exit(run(lambda orders: main(*sys.argv[1:4], orders)))
+    sys.exit(run_child(lambda orders: main(*sys.argv[1:4], orders)))

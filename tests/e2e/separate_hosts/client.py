@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from wordle.policy import FIRST_LETTER, FIRST_MARKED
-from wordle.wordle import LETTERS, Array
+from wordle.game import LETTERS, Array
+from wordle.training import FIRST_LETTER, FIRST_MARKED
 
 from deltasync.errors import EngineError
 

@@ -1,7 +1,7 @@
 """The host of the environment: plays Wordle with what the replica serves, and puts the games into the store.
 
 Run as `python environment.py REPLICA FEED SAMPLES`: three URLs. Of the feed it reads only which version is the newest,
-to write down that a label is none of the future. Tells `played`.
+to write down that a label is none of the future. Sends `played`.
 """
 
 import sys
@@ -10,10 +10,9 @@ from contextlib import closing
 import numpy as np
 from client import Client
 from samples import GAMES, GROUP, Sample, put
-from wordle.child import Orders, run, tell
-from wordle.playing import Played
-from wordle.policy import BEGIN, FIRST_LETTER, TEXT, mark_tokens
-from wordle.wordle import TURNS, Array, Games, Wordle
+from wordle.game import TURNS, Array, Games, Wordle
+from wordle.processes import Orders, run_child, send
+from wordle.training import BEGIN, FIRST_LETTER, TEXT, Played, mark_tokens
 
 from deltasync.feed.log import Log
 from deltasync.store import open_store
@@ -30,7 +29,7 @@ def main(replica: str, feed: str, samples: str, orders: Orders) -> None:
             played, versions = play(client, wordle, answers)
             sample = Sample(versions, log.require_head().version, played)
             put(store, number, sample)
-            tell("played", number=number, oldest=sample.oldest, newest=sample.newest, head=sample.head)
+            send("played", number=number, oldest=sample.oldest, newest=sample.newest, head=sample.head)
             number += 1
 
 
@@ -57,4 +56,4 @@ def play(client: Client, wordle: Wordle, answers: Array) -> tuple[Played, tuple[
 
 
 if __name__ == "__main__":
-    sys.exit(run(lambda orders: main(*sys.argv[1:4], orders)))
+    sys.exit(run_child(lambda orders: main(*sys.argv[1:4], orders)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from wordle.playing import Played
+from wordle.training import Played
 
 from deltasync.store.protocol import Store
 

@@ -1,6 +1,6 @@
 """The host of the store: SeaweedFS with its S3 gateway at one port of all addresses, and one bucket.
 
-Run as `python store.py PORT BUCKET`, with the keys to ask for in the environment. Tells `ready`.
+Run as `python store.py PORT BUCKET`, with the keys to ask for in the environment. Sends `ready`.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from wordle.child import Orders, run, tell
+from wordle.processes import Orders, run_child, send
 
 from deltasync.errors import EngineError, StoreError
 from deltasync.store import open_store
@@ -38,7 +38,7 @@ def main(port: str, bucket: str, orders: Orders) -> None:
                     raise EngineError(f"SeaweedFS ended with {server.returncode}", hint="look at its log")
                 if not is_ready and _can_put(f"s3://{bucket}/ready"):
                     is_ready = True
-                    tell("ready")
+                    send("ready")
         finally:
             server.terminate()
 
@@ -53,4 +53,4 @@ def _can_put(url: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(run(lambda orders: main(sys.argv[1], sys.argv[2], orders)))
+    sys.exit(run_child(lambda orders: main(sys.argv[1], sys.argv[2], orders)))

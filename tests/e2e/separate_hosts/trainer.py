@@ -1,7 +1,7 @@
 """The host of the trainer: publishes a policy, and one version more for each step of GRPO on samples from the store.
 
 Run as `python trainer.py FEED SAMPLES STEPS AGE`: it learns from a sample if at most AGE versions were committed after
-the one that made it. Tells `published`, `stepped`, and `trained` at the end.
+the one that made it. Sends `published`, `stepped`, and `trained` at the end.
 """
 
 import sys
@@ -13,12 +13,9 @@ from itertools import islice
 import torch
 from samples import GROUP, Sample, taken
 from transformers import PreTrainedModel
-from wordle.child import Orders, run, tell
-from wordle.grpo import Learner, loss_of
-from wordle.policy import new_policy
-from wordle.warmup import Warmup
-from wordle.weights import PUBLISHED, digest_of, published_copy
-from wordle.wordle import Wordle
+from wordle.game import Wordle
+from wordle.processes import Orders, run_child, send
+from wordle.training import PUBLISHED, Learner, Warmup, digest_of, grpo_loss, new_policy, published_copy
 
 from deltasync.errors import EngineError
 from deltasync.store import open_store
@@ -56,18 +53,18 @@ def main(feed: str, samples: str, steps: int, age_max: int, orders: Orders) -> N
             sample = _next(found, wanted=max(_WARMED_UP, head - age_max), within_s=within_s, orders=orders)
             if sample is None:
                 return
-            loss = learner.step(loss_of(model, sample.played, group=GROUP))
+            loss = learner.step(grpo_loss(model, sample.played, group=GROUP))
             reward = float(sample.played.rewards.mean())
-            tell("stepped", step=step, oldest=sample.oldest, newest=sample.newest, head=head, loss=loss, reward=reward)
+            send("stepped", step=step, oldest=sample.oldest, newest=sample.newest, head=head, loss=loss, reward=reward)
             head = _publish(publisher, model, step=step)
-    tell("trained", version=head, digest=digest_of(published_copy(model)).hex)
+    send("trained", version=head, digest=digest_of(published_copy(model)))
 
 
 def _publish(publisher: Publisher, model: PreTrainedModel, *, step: int) -> int:
     """Commit the weights as they are; the version."""
     publication = publisher.publish(model, step=step)
     version = publication.wait().version
-    tell("published", version=version, changed=None if publication.stats is None else publication.stats.changed)
+    send("published", version=version, changed=None if publication.stats is None else publication.stats.changed)
     return version
 
 
@@ -101,4 +98,4 @@ def _next(found: Iterator[Sample | None], *, wanted: int, within_s: float, order
 
 
 if __name__ == "__main__":
-    sys.exit(run(lambda orders: main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), orders)))
+    sys.exit(run_child(lambda orders: main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), orders)))

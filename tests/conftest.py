@@ -4,9 +4,14 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from deltasync.kernels import VARIABLE, available, kernels
 from deltasync.store import retry
+
+# A deadline is an assertion of wall-clock time, which fails on a busy machine.
+settings.register_profile("deltasync", deadline=None)
+settings.load_profile("deltasync")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with SIGINT ignored, and child processes inherit that. They do not inherit a

@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -31,13 +28,17 @@ from deltasync.torch.tensors import NamedTensors, TorchState, named_tensors, unw
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import PublisherOptions
 
+if TYPE_CHECKING:
+    # Imported where it is used: models without adapters need no PEFT.
+    from peft import PeftModel
+
 __all__ = ["DeltasyncCallback", "What", "model_files"]
 
 
 class AdapterTensors:
     """The tensors of the active adapter, under the names that PEFT saves them with."""
 
-    def __init__(self, model: PeftModel) -> None:
+    def __init__(self, model: "PeftModel") -> None:
         names = list(model.active_adapters)
         if len(names) != 1:
             raise InvalidInputError(f"{len(names)} adapters are active: {names}", hint="set_adapter to a single one")
@@ -60,17 +61,21 @@ class AdapterTensors:
 
     def _state(self, has_embeddings: bool | None) -> dict[str, torch.Tensor]:
         choice = "auto" if has_embeddings is None else has_embeddings
+        from peft import get_peft_model_state_dict
+
         return dict(
             get_peft_model_state_dict(self._model, adapter_name=self._name, save_embedding_layers=choice)  # type: ignore[arg-type]
         )
 
 
-def merged_tensors(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_tensors(model: "PeftModel") -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of the base model with the active adapter merged in, one by one, under the base model's names.
 
     The bits are those of `merge_and_unload` on a copy. Each layer is merged in a copy of its own, and at most two of
     these copies exist at a time: the model is not modified and never exists twice.
     """
+    from peft.tuners.tuners_utils import BaseTuner
+
     if not isinstance(model.base_model, BaseTuner):
         raise InvalidInputError(
             f"an adapter of kind {model.peft_type} cannot be merged into weights", hint='use what="adapter"'
@@ -92,6 +97,9 @@ def merged_tensors(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _targets(base: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The outermost modules that an adapter replaced, by their path."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
     targets: dict[str, torch.nn.Module] = {}
     for path, module in base.named_modules():
         is_target = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
@@ -289,6 +297,8 @@ def _source_of(module: torch.nn.Module, what: What, dtype: torch.dtype | None) -
         if _is_converted(module):
             return lambda: revert_weight_conversion(module, named_tensors(module)).items(), files
         return lambda: module, files
+    from peft import PeftModel
+
     if not isinstance(module, PeftModel):
         raise InvalidInputError(f"{type(module).__name__} is not a PEFT model", hint='use what="model"')
     if what == "adapter":

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -382,3 +384,9 @@ def test_shards_of_deepspeed_are_refused() -> None:
 def test_wrong_options_are_found_at_once(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         DeltasyncCallback(MemoryStore(), **options)
+
+
+def test_a_machine_without_peft_imports_the_callback() -> None:
+    code = "import sys; sys.modules['peft'] = None\nimport deltasync.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""When kernels run: wraps the kernels of this process with a clock, to tell computing from everything else."""
+"""When kernels run: wraps the kernels of this process with a clock, to separate computing from everything else."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ def kernel_clock() -> Iterator[list[Interval]]:
 
 
 def busy_seconds(intervals: list[Interval]) -> float:
-    """Give the wall time in which at least one kernel ran."""
+    """Return the wall time in which at least one kernel ran."""
     total, reached = 0.0, 0.0
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))

@@ -81,7 +81,8 @@ struct ByClass {
 };
 
 template <bool Float, class U>
-Encoded encode(const Kind& kind, const Classes& classes, const Ranking<U>& changes, const Lanes& digest_delta) {
+Encoded encode(const Isa& isa, const Kind& kind, const Classes& classes, const Ranking<U>& changes,
+               const Lanes& digest_delta) {
     u64 n = changes.count;
     ByClass<Float, U> lists(changes, classes.count);
     std::span<const u64> counts(lists.counts.data(), static_cast<std::size_t>(classes.count));
@@ -90,15 +91,15 @@ Encoded encode(const Kind& kind, const Classes& classes, const Ranking<U>& chang
     out.push_back(static_cast<u8>(classes.count));
     for (int c = 1; c < classes.count; ++c) out.push_back(static_cast<u8>(classes.bounds[c - 1] + 1));
     for (u64 count : counts) put_varint(out, count);
-    encode_buckets(out, std::span<const u32>(lists.gaps.get(), n), counts);
+    encode_buckets(out, std::span<const u32>(lists.gaps.get(), n), counts, isa);
     u64 head = out.size();
-    encode_buckets(out, std::span<const U>(lists.steps.get(), n), counts);
+    encode_buckets(out, std::span<const U>(lists.steps.get(), n), counts, isa);
     u64 step_bytes = out.size() - head;
     // Steps this long are not small moves of old values; the new values by themselves may be shorter.
     if (8 * step_bytes > kStepBitsWide * n) {
         Bytes planes;
         Run all{reinterpret_cast<const u8*>(changes.after), n, {0, 0}, 0};
-        encode_planes(planes, kind, {&all, 1, n});
+        encode_planes(planes, kind, {&all, 1, n}, isa);
         if (planes.size() < step_bytes) {
             result.absolute = true;
             out.resize(head);
@@ -118,13 +119,13 @@ Encoded encode(const Isa& isa, const Kind& kind, const Runs& runs, std::span<con
         std::fill_n(member.get(), n, u8{0});
         gather(runs, positions, before.get());
         // With one class the rank is the position.
-        return encode<Float, U>(kind, classes, {positions.data(), member.get(), before.get(), values, n},
+        return encode<Float, U>(isa, kind, classes, {positions.data(), member.get(), before.get(), values, n},
                                 weigh(runs, positions, before.get(), values));
     }
     Scratch<u32> rank(n);
     Lanes digest_delta =
         isa.rank(kind, runs, classes, {positions.data(), values, n}, {rank.get(), member.get(), before.get()});
-    return encode<Float, U>(kind, classes, {rank.get(), member.get(), before.get(), values, n}, digest_delta);
+    return encode<Float, U>(isa, kind, classes, {rank.get(), member.get(), before.get(), values, n}, digest_delta);
 }
 
 // How far a pass came.
@@ -211,15 +212,15 @@ Decoded decode(const Isa& isa, const Kind& kind, const Runs& runs, std::span<con
     if (n > runs.elements) throw Corrupt{"changes.count", "more changes than elements"};
     std::span<const u64> counts(count.data(), static_cast<std::size_t>(classes.count));
     Scratch<u32> ranks(n);
-    decode_buckets(in, counts, kBlockElementsLog2, std::span<u32>(ranks.get(), n));
+    decode_buckets(in, counts, kBlockElementsLog2, std::span<u32>(ranks.get(), n), isa);
     Decoded out;
     out.values.resize((n + kSlack) * sizeof(U));
     U* values = reinterpret_cast<U*>(out.values.data());
     Scratch<U> steps;
     if (absolute) {
-        decode_planes(in, kind, n, values);
+        decode_planes(in, kind, n, values, isa);
     } else {
-        decode_buckets(in, counts, 8 * kind.width, std::span<U>(steps.reserve(n), n));
+        decode_buckets(in, counts, 8 * kind.width, std::span<U>(steps.reserve(n), n), isa);
     }
     in.require_end();
 
@@ -283,7 +284,7 @@ Difference encode_difference(const Isa& isa, const Kind& kind, const Runs& befor
     return by_width(kind, [&]<class U>(U) -> Difference {
         Ranking<U> ranking{found.rank.get(), found.member.get(), reinterpret_cast<const U*>(found.before.get()),
                            reinterpret_cast<const U*>(found.value.get()), pass.changed};
-        return {pass.changed, pass.stop, encode<true>(kind, *classes, ranking, pass.standing.digest_delta)};
+        return {pass.changed, pass.stop, encode<true>(isa, kind, *classes, ranking, pass.standing.digest_delta)};
     });
 }
 

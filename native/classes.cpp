@@ -46,7 +46,7 @@ struct Group {
     u64 changed = 0;
     std::array<u64, kBucketsMax> steps{};
 
-    // Bits, in 1/4096, to tell which elements changed and by which step symbol.
+    // Bits, in 1/4096, to encode which elements changed and by which step symbol.
     i64 cost() const {
         i64 bits = weighted_log2(total) - weighted_log2(total - changed);
         for (u64 n : steps) bits -= weighted_log2(n);

@@ -1,6 +1,7 @@
 // The loops that touch every element, one set for each instruction set, chosen at run time.
 #pragma once
 
+#include "coder.hpp"
 #include "constants.hpp"
 #include "types.hpp"
 
@@ -80,6 +81,18 @@ struct Isa {
     // The inverse of rank. Finds fewer than wanted if a rank is past its class.
     void (*select)(const Kind&, const Runs&, const Classes&, const Wanted&, Selected&);
     Lanes (*digest)(const Kind&, const Runs&);
+    // Rows of symbols of a sequence with kRow lanes. Decodes as many as wanted, or up to the first one that ends beyond
+    // `last`: sets `rows` to how many it decoded, and gives where the words go on. There is a row of words and
+    // kWordSlack more from `last` on.
+    const u8* (*decode_rows)(const DecodeTable&, u32* states, u64& rows, const u8* words, const u8* last, u8* symbols);
+    // Writes the words before `words`, and gives where they begin. There is a word for each symbol and kWordSlack more.
+    u16* (*encode_rows)(const EncodeTable&, u32* states, u64 rows, const u8* symbols, u16* words);
+    // One byte of each element. Floats are rotated first: the sign becomes the lowest bit, so that the exponent has a
+    // byte of its own.
+    void (*split)(const Kind&, const void* elements, u64 count, int byte, u8* plane);
+    // The inverse, two planes at a time, most significant ones first: pair 0 starts the elements, and the last pair
+    // finishes them. Elements of one byte have only a low plane.
+    void (*join)(const Kind&, const u8* high, const u8* low, u64 count, int pair, void* elements);
 };
 
 // Null where this build or this machine lacks the instructions.

@@ -5,10 +5,37 @@
 
 #include <immintrin.h>
 
+#include "rows.hpp"
 #include "scan.hpp"
 
 namespace deltasync {
 namespace {
+
+// Words into and out of eight lanes of the coder.
+struct Avx2Words {
+    static int lanes_of(__m256i set) { return _mm256_movemask_ps(_mm256_castsi256_ps(set)); }
+
+    static __m256i take_words(__m256i x, const u8*& words) {
+        __m256i low = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), _mm256_setzero_si256());
+        int lanes = lanes_of(low);
+        __m256i next = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words)));
+        __m256i order = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(kTakeOrder.of[lanes])));
+        words += 2 * ones(static_cast<u64>(lanes));
+        __m256i filled = _mm256_or_si256(_mm256_slli_epi32(x, 16), _mm256_permutevar8x32_epi32(next, order));
+        return _mm256_blendv_epi8(x, filled, low);
+    }
+
+    static __m256i give_words(__m256i x, __m256i limit, u16*& words) {
+        __m256i fits = _mm256_cmpeq_epi32(_mm256_max_epu32(x, limit), limit);
+        int full = lanes_of(fits) ^ 0xFF;
+        __m256i low = _mm256_and_si256(x, _mm256_set1_epi32(0xFFFF));
+        __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+        __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(kGiveOrder.of[full]));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(words - 8), _mm_shuffle_epi8(packed, order));
+        words -= ones(static_cast<u64>(full));
+        return _mm256_blendv_epi8(_mm256_srli_epi32(x, 16), x, fits);
+    }
+};
 
 struct Avx2 {
     using Vector = __m256i;
@@ -243,6 +270,9 @@ struct Avx2 {
     static void weigh(const U* p, u64 n, u64 column, u64 sums[2]) {
         weigh_vectors<Avx2>(p, n, column, sums);
     }
+
+    static constexpr auto decode_rows = Rows<Avx2Words>::decode;
+    static constexpr auto encode_rows = Rows<Avx2Words>::encode;
 };
 
 constexpr Isa kIsa = Entry<Avx2>::table("avx2");

@@ -76,6 +76,23 @@ struct Portable {
         sums[0] = sums[1] = 0;
         weigh_plainly(p, 0, n, column, sums);
     }
+
+    static const u8* decode_rows(const DecodeTable& table, u32* states, u64& rows, const u8* words, const u8* last,
+                                 u8* symbols) {
+        u64 row = 0;
+        for (; row < rows && words <= last; ++row)
+            for (u64 lane = 0; lane < kRow; ++lane)
+                states[lane] = take_word(decode_step(table, states[lane], symbols + kRow * row + lane), words);
+        rows = row;
+        return words;
+    }
+
+    static u16* encode_rows(const EncodeTable& table, u32* states, u64 rows, const u8* symbols, u16* words) {
+        for (u64 row = rows; row-- > 0;)
+            for (u64 lane = kRow; lane-- > 0;)
+                states[lane] = encode_step(table, states[lane], symbols[kRow * row + lane], words);
+        return words;
+    }
 };
 
 constexpr Isa kIsa = Entry<Portable>::table("portable");

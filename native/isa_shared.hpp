@@ -82,9 +82,35 @@ struct MemberFields {
           span((classes.highest(c, kind) - classes.lowest(c)) << kind.exponent_shift) {}
 };
 
+// Eight counts of 16 bits in a register: in memory, storing them one by one and loading them together would wait.
+class EightCounts {
+public:
+#ifdef __SSE2__
+    // A byte for each.
+    void add(u64 bytes) {
+        __m128i eight = _mm_cvtsi64_si128(static_cast<i64>(bytes));
+        counts_ = _mm_add_epi16(counts_, _mm_unpacklo_epi8(eight, _mm_setzero_si128()));
+    }
+
+    void store(u16* to) const { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), counts_); }
+
+private:
+    __m128i counts_ = _mm_setzero_si128();
+#else
+    void add(u64 bytes) {
+        for (int i = 0; i < 8; ++i) counts_[i] = static_cast<u16>(counts_[i] + (bytes >> (8 * i) & 0xFF));
+    }
+
+    void store(u16* to) const { std::memcpy(to, counts_, sizeof(counts_)); }
+
+private:
+    u16 counts_[8] = {};
+#endif
+};
+
 // Running counts of the members of up to K classes, for instruction sets that look at one group of 64 at a time:
-//   V::Exponents(const Kind&)                              takes the exponents of 64 elements at p as of(p)
-//   int V::exceeding(exponents, const V::Bounds&, int t)   how many of them exceed bound t
+//   V::Exponents(const Kind&)                              takes the exponents of 64 elements at p, in any order, as
+//   of(p) int V::exceeding(exponents, const V::Bounds&, int t)   how many of them exceed bound t
 template <class V, int K>
 class GroupTally {
 public:
@@ -96,21 +122,55 @@ public:
     void add(const U* p, u16* before, int) {
         store(before);
         const auto exponents = exponents_.of(p);
-        int above = 64;
-        for (int c = 0; c < K; ++c) {
-            int next = c < K - 1 ? V::exceeding(exponents, bounds_, c) : 0;
-            counts_[c] = static_cast<u16>(counts_[c] + above - next);
-            above = next;
+        // How many exceed each bound, a byte each. All 64 exceed the bound before the first.
+        u64 exceed[kWords] = {}, above = 64;
+        for (int t = 0; t < K - 1; ++t)
+            exceed[t / 8] |= static_cast<u64>(V::exceeding(exponents, bounds_, t)) << (8 * (t % 8));
+        for (int w = 0; w < kWords; ++w) {
+            counts_[w].add((exceed[w] << 8 | above) - exceed[w]);
+            above = exceed[w] >> 56;
         }
     }
 
-    void store(u16* counts) const { std::memcpy(counts, counts_, sizeof(counts_)); }
+    void store(u16* counts) const {
+        for (int w = 0; w < kWords; ++w) counts_[w].store(counts + 8 * w);
+    }
 
 private:
+    static constexpr int kWords = (K + 7) / 8;
+
     typename V::Exponents exponents_;
     const typename V::Bounds& bounds_;
-    u16 counts_[(K + 7) / 8 * 8] = {};
+    EightCounts counts_[kWords];
 };
+
+// The bits of an element in the order of its planes: the sign of a float becomes the lowest bit.
+template <bool Float, class U>
+[[gnu::always_inline]] inline U rotated_in(U bits) {
+    return Float ? U(bits << 1 | bits >> (8 * sizeof(U) - 1)) : bits;
+}
+
+template <bool Float, class U>
+[[gnu::always_inline]] inline U rotated_out(U bits) {
+    return Float ? U(bits >> 1 | bits << (8 * sizeof(U) - 1)) : bits;
+}
+
+// Plain loops, which compilers turn into shuffles.
+template <bool Float, class U>
+void split_plane(const U* __restrict elements, u64 count, int shift, u8* __restrict plane) {
+    for (u64 i = 0; i < count; ++i) plane[i] = static_cast<u8>(rotated_in<Float>(elements[i]) >> shift);
+}
+
+// Appends two planes to the bits that elements have so far; elements of one byte have one plane, `low`.
+template <bool First, bool Last, bool Float, class U>
+void join_planes(const u8* __restrict high, const u8* __restrict low, u64 count, U* __restrict elements) {
+    for (u64 i = 0; i < count; ++i) {
+        U bits = low[i];
+        if constexpr (sizeof(U) > 1) bits = U(bits | high[i] << 8);
+        if constexpr (!First) bits = U(bits | u64{elements[i]} << 16);
+        elements[i] = Last ? rotated_out<Float>(bits) : bits;
+    }
+}
 
 // Adds key * bits of elements from..n-1, one by one.
 template <class U>
@@ -148,6 +208,48 @@ inline void weigh_vectors(const U* p, u64 n, u64 column, u64 sums[2]) {
         for (u64 j = 0; j < V::kNumbers; ++j) sums[lane] += lows[j] + (highs[j] << 32);
     }
     weigh_plainly(p, i, n, column, sums);
+}
+
+// The same for elements of 16 bits, whose products with digits of keys fit into 32 bits:
+//   Vector V::flip(Vector, u32 bits)          with these bits of each 32-bit number turned over
+//   Vector V::multiply_pairs(Vector, Vector)  products of signed 16-bit numbers, each pair of neighbours added
+//   Vector V::add_products(Vector, Vector)    sums of 32-bit numbers
+//   Vector V::shift_left(Vector, int)         of 64-bit numbers
+// Numbers are made signed, and sums unsigned again, by turning over the top bit: that takes away or adds a constant.
+template <class V>
+inline void weigh_digits(const u16* p, u64 n, u64 column, u64 sums[2]) {
+    using Vector = typename V::Vector;
+    constexpr u64 kNumbers = 4 * V::kNumbers, kAtOnce = 32 * kNumbers;
+    alignas(64) u64 ones[V::kNumbers], parts[V::kNumbers];
+    for (u64& one : ones) one = 1;
+    const Vector one = V::load(ones);
+    sums[0] = sums[1] = 0;
+    u64 end = n / kNumbers * kNumbers;
+    for (u64 first = 0; first < end; first += kAtOnce) {
+        u64 last = end - first < kAtOnce ? end : first + kAtOnce;
+        for (int lane = 0; lane < 2; ++lane) {
+            Vector totals[kDigits], sum = V::zero();
+            for (Vector& total : totals) total = V::zero();
+            for (u64 i = first; i < last; i += kNumbers) {
+                Vector bits = V::flip(V::load(p + i), 0x80008000u);
+                for (int d = 0; d < kDigits; ++d) {
+                    Vector digits = V::load(&kColumnDigits.of[lane][d][column + i]);
+                    totals[d] = V::add_products(totals[d], V::multiply_pairs(bits, digits));
+                }
+            }
+            for (int d = 0; d < kDigits; ++d) {
+                Vector total = V::flip(totals[d], 0x80000000u);
+                total = V::add(V::multiply(total, one), V::upper(total));
+                sum = V::add(sum, V::shift_left(total, kDigitShift[d]));
+                sums[lane] -= 2 * V::kNumbers * (u64{1} << 31) << kDigitShift[d];
+            }
+            V::store(parts, sum);
+            for (u64 part : parts) sums[lane] += part;
+            const u64* keys = kColumnDigits.sums[lane];
+            sums[lane] += (keys[column + last] - keys[column + first]) << 15;
+        }
+    }
+    weigh_plainly(p, end, n, column, sums);
 }
 
 }  // namespace

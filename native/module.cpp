@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <memory>
 #include <string_view>
 #include <type_traits>
 
@@ -231,23 +232,30 @@ nb::tuple py_decode_changes(const std::string& name, const Region& before, const
                           to_tuple(changes.digest_delta));
 }
 
-nb::bytes py_encode_planes(const Region& region) {
-    return to_bytes(without_gil([&] {
-        Bytes out;
-        encode_planes(out, region.kind(), region.runs());
-        return out;
-    }));
+nb::bytes py_encode_planes(const std::string& name, const Region& region) {
+    const Isa& isa = isa_named(name);
+    EncodedPlanes planes = without_gil([&] { return EncodedPlanes(region.kind(), region.runs(), isa); });
+    // Written in place: most bytes stay as they are, and a copy would take about as long as coding the others.
+    nb::object data = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(planes.size())));
+    if (!data.is_valid()) throw nb::python_error();
+    u8* to = reinterpret_cast<u8*>(PyBytes_AS_STRING(data.ptr()));
+    without_gil([&] { planes.write(to); });
+    return nb::borrow<nb::bytes>(data);
 }
 
-nb::ndarray<nb::numpy, u8, nb::ndim<1>> py_decode_planes(const Kind& kind, const nb::bytes& data, u64 elements) {
+nb::ndarray<nb::numpy, u8, nb::ndim<1>> py_decode_planes(const std::string& name, const Kind& kind,
+                                                         const nb::bytes& data, u64 elements) {
+    const Isa& isa = isa_named(name);
     if (elements > kBlockElementsMax) throw nb::value_error("a region must not exceed the elements of a block");
-    return to_numpy(without_gil([&] {
-        Bytes values(elements * static_cast<u64>(kind.width));
+    u64 bytes = elements * static_cast<u64>(kind.width);
+    auto values = std::make_unique_for_overwrite<u8[]>(bytes);
+    without_gil([&] {
         ByteReader in(span_of(data));
-        decode_planes(in, kind, elements, values.data());
+        decode_planes(in, kind, elements, values.get(), isa);
         in.require_end();
-        return values;
-    }));
+    });
+    nb::capsule owner(values.get(), [](void* p) noexcept { delete[] static_cast<u8*>(p); });
+    return {values.release(), {bytes}, owner};
 }
 
 nb::tuple py_digest(const std::string& name, const Region& region) {

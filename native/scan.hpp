@@ -6,10 +6,12 @@
 //     u64 kGroups                                                 how many times 64 elements it looks at in one go
 //     void add(const U* p, u16* before, int stride)               writes the counts before each 64, and counts them
 //     void store(u16* counts)                                     writes the counts; at least K are written
-//   V::Member(const Kind&, const Classes&, int c)               what tells the members of class c:
+//   V::Member(const Kind&, const Classes&, int c)               finds the members of class c:
 //     u64 mask(const U* p)                                        bit i: element i is in the class
 //   u64  V::group_of(const u16* first, u32 r)                   the last of 64 ascending numbers that is at most r
 //   void V::weigh(const U* p, u64 n, columns, u64 sums[2])      sums of column key * bits
+//   V::decode_rows, V::encode_rows                              the coder's loops over rows, as in isa.hpp
+// A set that leaves some of the loops to another one has only what the others use.
 // Each instruction set compiles its own copy. The anonymous namespace keeps the linker from sharing code between the
 // copies, and no functions of the standard library are used for the same reason.
 #pragma once
@@ -209,7 +211,7 @@ struct Scan {
         }
     };
 
-    // What tells the members of each class.
+    // Finds the members of each class.
     template <int K>
     struct Members {
         typename V::Member of[K];
@@ -441,8 +443,35 @@ struct Entry {
         });
     }
 
+    static void split(const Kind& kind, const void* elements, u64 count, int byte, u8* plane) {
+        by_width(kind, [&]<class U>(U) {
+            const U* from = static_cast<const U*>(elements);
+            if (kind.is_float())
+                split_plane<true>(from, count, 8 * byte, plane);
+            else
+                split_plane<false>(from, count, 8 * byte, plane);
+        });
+    }
+
+    static void join(const Kind& kind, const u8* high, const u8* low, u64 count, int pair, void* elements) {
+        bool first = pair == 0, last = 2 * (pair + 1) >= kind.width;
+        by_width(kind, [&]<class U>(U) {
+            U* to = static_cast<U*>(elements);
+            if (!last)
+                first ? join_planes<true, false, false>(high, low, count, to)
+                      : join_planes<false, false, false>(high, low, count, to);
+            else if (kind.is_float())
+                first ? join_planes<true, true, true>(high, low, count, to)
+                      : join_planes<false, true, true>(high, low, count, to);
+            else
+                first ? join_planes<true, true, false>(high, low, count, to)
+                      : join_planes<false, true, false>(high, low, count, to);
+        });
+    }
+
     static constexpr Isa table(const char* name) {
-        return {name, detect, S::detect_rounded, rank, find, select, digest};
+        return {name,   detect,         S::detect_rounded, rank,  find, select,
+                digest, V::decode_rows, V::encode_rows,    split, join};
     }
 };
 

@@ -38,6 +38,17 @@ struct ChangeLists {
     Scratch<u8> member, value, before;
 };
 
+// Room of this thread for the entropy coder, kept for the same reason: for a plane of bytes, and for words.
+struct CoderRoom {
+    Scratch<u8> plane;
+    Scratch<u16> words;
+};
+
+inline CoderRoom& thread_coder_room() {
+    thread_local CoderRoom room;
+    return room;
+}
+
 // The lists of this thread, which are kept from call to call: fresh pages would cost more than a comparison. Only one
 // function may use a list at a time. `detect` and `choose_early` use `position` and `value`, and only until they
 // return.

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <array>
 
+#include "scratch.hpp"
+
 namespace deltasync {
 namespace {
-
-constexpr u32 kSlots = 1u << kPrecision;
 
 using Frequencies = std::array<u32, 256>;
 
@@ -42,140 +42,193 @@ Frequencies frequencies_of(std::span<const u8> weights) {
 
 int lanes_log2_for(u64 count) { return std::clamp(static_cast<int>(std::bit_width(count)) - 12, 0, kLanesLog2Max); }
 
-struct EncodeSymbol {
-    u64 reciprocal;  // 2^64 / frequency, rounded up; its high product with a 32-bit x is x / frequency
-    u32 whole;       // all bits set if the frequency is 1, whose reciprocal does not fit
-    u16 frequency;
-    u16 start;
-
-    u32 divide(u32 x) const {
-        return static_cast<u32>(static_cast<unsigned __int128>(x) * reciprocal >> 64) + (x & whole);
+EncodeTable encode_table(const Frequencies& f) {
+    EncodeTable table{};
+    std::array<u32, 257> beyond_one{};  // sums of what frequencies have beyond 1, which rare symbols have too
+    u32 start = 0;
+    for (u32 s = 0; s < 256; ++s) {
+        beyond_one[s + 1] = beyond_one[s] + (f[s] ? f[s] - 1 : 0);
+        if (f[s] == 0) continue;
+        table.symbols[s] = {f[s] > 1 ? ~u64{0} / f[s] + 1 : 0, f[s] == 1 ? ~u32{0} : 0, static_cast<u16>(f[s]),
+                            static_cast<u16>(start)};
+        Division by = division_by(f[s]);
+        u32 fields = start | by.shift << 12 | by.add << 16 | (f[s] - 1) << 20;
+        table.packed[s] = u64{fields} << 32 | by.factor;
+        start += f[s];
     }
-};
-
-struct EncodeTable {
-    std::array<EncodeSymbol, 256> symbols;
-
-    explicit EncodeTable(const Frequencies& f) {
-        u32 start = 0;
-        for (int s = 0; s < 256; ++s) {
-            symbols[s] = {f[s] > 1 ? ~u64{0} / f[s] + 1 : 0, f[s] == 1 ? ~u32{0} : 0, static_cast<u16>(f[s]),
-                          static_cast<u16>(start)};
-            start += f[s];
-        }
+    u32 inside = 0;
+    for (u32 s = 0; s + kWindow <= 256; ++s) {
+        u32 sum = beyond_one[s + kWindow] - beyond_one[s];
+        if (sum > inside || s == 0) inside = sum, table.window = s;
     }
-};
+    table.narrow = beyond_one[256] - inside <= kSlots / 128;
+    return table;
+}
 
-void write_table(Bytes& out, std::span<const u8> symbols, std::vector<EncodeTable>& tables) {
-    std::array<u64, 256> counts = count_bytes(symbols);
+EncodeTable write_table(Bytes& out, const Histogram& counts) {
     std::size_t size = 256;
     while (counts[size - 1] == 0) --size;
     std::array<u8, 256> weights;
     for (std::size_t s = 0; s < size; ++s) weights[s] = quantise(counts[s]);
     out.push_back(static_cast<u8>(size - 1));
     put_bytes(out, weights.data(), size);
-    tables.emplace_back(frequencies_of({weights.data(), size}));
+    return encode_table(frequencies_of({weights.data(), size}));
 }
 
-// For each of the 4096 slots: symbol, frequency - 1, and distance from the symbol's first slot.
-struct DecodeTable {
-    std::array<u32, kSlots> slots;
-
-    explicit DecodeTable(const Frequencies& f) {
-        u32 at = 0;
-        for (u32 s = 0; s < 256; ++s)
-            for (u32 i = 0; i < f[s]; ++i) slots[at++] = s | (f[s] - 1) << 8 | i << 20;
+// Symbols first to last-1 under one table, from the last to the first.
+u16* encode_span(const EncodeTable& table, u32* states, u64 lanes, u64 first, u64 last, const u8* symbols, u16* words,
+                 const Isa& isa) {
+    while (last > first) {
+        u64 rows = lanes == kRow && last % kRow == 0 ? (last - first) / kRow : 0;
+        if (rows) {
+            last -= rows * kRow;
+            words = isa.encode_rows(table, states, rows, symbols + last, words);
+        } else {
+            u64 stop = lanes == kRow ? std::max(first, (last - 1) / kRow * kRow) : first;
+            while (last-- > stop) {
+                u32& x = states[last & (lanes - 1)];
+                x = encode_step(table, x, symbols[last], words);
+            }
+            ++last;
+        }
     }
-};
+    return words;
+}
+
+// Lanes and tables are written; what follows are the number of words, final states, words.
+void write_symbols(Bytes& out, std::span<const u8> symbols, Counts counts, int lanes_log2,
+                   std::span<const EncodeTable> tables, const Isa& isa) {
+    u64 lanes = u64{1} << lanes_log2;
+    std::array<u32, kRow> states;
+    states.fill(kStateMin);
+    u16* words = thread_coder_room().words.reserve(symbols.size() + kWordSlack);
+    u16 *end = words + symbols.size() + kWordSlack, *at = end;
+    u64 i = symbols.size();
+    std::size_t table = tables.size();
+    // Backwards, so that the decoder runs forwards.
+    for (std::size_t c = counts.size(); c-- > 0; i -= counts[c])
+        if (counts[c])
+            at = encode_span(tables[--table], states.data(), lanes, i - counts[c], i, symbols.data(), at, isa);
+    u64 word_count = static_cast<u64>(end - at);
+    put_varint(out, word_count);
+    put_bytes(out, states.data(), lanes * sizeof(u32));
+    put_bytes(out, at, word_count * sizeof(u16));
+}
 
 DecodeTable read_table(ByteReader& in, int alphabet) {
     int size = in.byte() + 1;
     if (size > alphabet) throw Corrupt{"table.size", "a table has more symbols than exist"};
     auto weights = in.take(static_cast<u64>(size));
     if (weights.back() == 0) throw Corrupt{"table.end", "a table ends with an unused symbol"};
-    return DecodeTable(frequencies_of(weights));
+    Frequencies f = frequencies_of(weights);
+    DecodeTable table;
+    u32 at = 0;
+    for (u32 s = 0; s < 256; ++s)
+        for (u32 i = 0; i < f[s]; ++i) table.slots[at++] = s | (f[s] - 1) << 8 | i << 20;
+    return table;
 }
 
-struct Words {
-    const u8* at;
-    const u8* end;
+// The words of a sequence. Loops over rows read beyond them, so the last ones are moved to where there is room.
+class Words {
+public:
+    explicit Words(std::span<const u8> data) : at_(data.data()), end_(at_ + data.size()) {}
 
-    u64 left() const { return static_cast<u64>(end - at) / 2; }
+    // Rows may begin up to here.
+    const u8* last() {
+        if (!moved_ && left() < kReach) {
+            u64 bytes = 2 * left();
+            if (bytes) std::memcpy(tail_, at_, bytes);
+            at_ = tail_;
+            end_ = tail_ + bytes;
+            moved_ = true;
+        }
+        return moved_ ? end_ : end_ - 2 * kReach;
+    }
+
+    u64 left() const { return static_cast<u64>(end_ - at_) / 2; }
+    const u8* at() const { return at_; }
+    bool at_end() const { return at_ == end_; }
+
+    void require_word(const u8* at) const {
+        if (at == end_) throw Corrupt{"sequence.words", "the words end too early"};
+    }
+
+    void go_on(const u8* at) {
+        if (at > end_) throw Corrupt{"sequence.words", "the words end too early"};
+        at_ = at;
+    }
+
+private:
+    static constexpr u64 kReach = kRow + kWordSlack;
+
+    const u8* at_;
+    const u8* end_;
+    bool moved_ = false;
+    u8 tail_[4 * kReach] = {};
 };
 
-// Decodes symbols first..last-1 with one table; every symbol takes at most one word, so `Checked` is needed near the
-// end of the words only.
+// Decodes symbols first to last-1 with one table, one at a time.
 template <bool Checked>
-void decode_span(const DecodeTable& table, u32* states, u32 lane_mask, u64 first, u64 last, Words& words, u8* out) {
-    const u8* at = words.at;
+void decode_few(const DecodeTable& table, u32* states, u64 lanes, u64 first, u64 last, Words& words, u8* symbols) {
+    const u8* at = words.at();
     for (u64 i = first; i < last; ++i) {
-        u32 x = states[i & lane_mask];
-        u32 entry = table.slots[x & (kSlots - 1)];
-        out[i] = static_cast<u8>(entry);
-        x = (((entry >> 8) & 0xFFFu) + 1) * (x >> kPrecision) + (entry >> 20);
+        u32& x = states[i & (lanes - 1)];
+        x = decode_step(table, x, symbols + i);
         if constexpr (Checked) {
-            if (x < kStateMin && at == words.end) throw Corrupt{"sequence.words", "the words end too early"};
-            if (x < kStateMin) {
-                u16 word;
-                std::memcpy(&word, at, 2);
-                x = x << 16 | word;
-                at += 2;
-            }
-        } else {
-            // Arithmetic, not a branch: whether a word is due cannot be predicted.
-            u16 word;
-            std::memcpy(&word, at, 2);
-            u32 low = x < kStateMin;
-            x = x << (16 * low) | (word & (0u - low));
-            at += 2 * low;
+            if (x >= kStateMin) continue;  // at the end there is no word to look at
+            words.require_word(at);
         }
-        states[i & lane_mask] = x;
+        x = take_word(x, at);
     }
-    words.at = at;
+    words.go_on(at);
+}
+
+// Decodes symbols first to last-1 with one table.
+void decode_span(const DecodeTable& table, u32* states, u64 lanes, u64 first, u64 last, Words& words, u8* symbols,
+                 const Isa& isa) {
+    for (u64 i = first; i < last;) {
+        u64 rows = lanes == kRow && i % kRow == 0 ? (last - i) / kRow : 0;
+        if (rows) {
+            const u8* stop = words.last();
+            words.go_on(isa.decode_rows(table, states, rows, words.at(), stop, symbols + i));
+            i += rows * kRow;
+        } else {
+            constexpr u64 kStrip = 4096;
+            u64 end = std::min(last, lanes == kRow ? (i / kRow + 1) * kRow : i + kStrip);
+            // Every symbol takes at most one word: only near the end of the words each of them must be checked.
+            if (words.left() > end - i)
+                decode_few<false>(table, states, lanes, i, end, words, symbols);
+            else
+                decode_few<true>(table, states, lanes, i, end, words, symbols);
+            i = end;
+        }
+    }
 }
 
 }  // namespace
 
-void encode_symbols(Bytes& out, std::span<const u8> symbols, Counts counts) {
+void encode_symbols(Bytes& out, std::span<const u8> symbols, Counts counts, const Isa& isa) {
     int lanes_log2 = lanes_log2_for(symbols.size());
-    u64 lanes = u64{1} << lanes_log2;
     out.push_back(static_cast<u8>(lanes_log2));
     std::vector<EncodeTable> tables;
     tables.reserve(counts.size());
     u64 first = 0;
     for (u64 count : counts) {
-        if (count) write_table(out, symbols.subspan(first, count), tables);
+        if (count) tables.push_back(write_table(out, count_bytes(symbols.subspan(first, count))));
         first += count;
     }
-    std::array<u32, 1 << kLanesLog2Max> states;
-    states.fill(kStateMin);
-    std::vector<u16> words(symbols.size());
-    u16* at = words.data() + words.size();
-    u64 i = symbols.size();
-    std::size_t table = tables.size();
-    // Backwards, so that the decoder runs forwards.
-    for (std::size_t c = counts.size(); c-- > 0;) {
-        if (counts[c] == 0) continue;
-        const EncodeTable& t = tables[--table];
-        for (u64 stop = i - counts[c]; i-- > stop;) {
-            const EncodeSymbol& s = t.symbols[symbols[i]];
-            u32 x = states[i & (lanes - 1)];
-            u32 full = x >= u64{s.frequency} << (32 - kPrecision);
-            at[-1] = static_cast<u16>(x);
-            at -= full;
-            x >>= 16 * full;
-            u32 q = s.divide(x);
-            states[i & (lanes - 1)] = (q << kPrecision) + (x - q * s.frequency) + s.start;
-        }
-        ++i;
-    }
-    u64 word_count = static_cast<u64>(words.data() + words.size() - at);
-    put_varint(out, word_count);
-    put_bytes(out, states.data(), lanes * sizeof(u32));
-    put_bytes(out, at, word_count * sizeof(u16));
+    write_symbols(out, symbols, counts, lanes_log2, tables, isa);
 }
 
-void decode_symbols(ByteReader& in, Counts counts, int alphabet, std::span<u8> symbols) {
+void encode_symbols(Bytes& out, std::span<const u8> symbols, const Histogram& histogram, const Isa& isa) {
+    int lanes_log2 = lanes_log2_for(symbols.size());
+    out.push_back(static_cast<u8>(lanes_log2));
+    EncodeTable table = write_table(out, histogram);
+    u64 count = symbols.size();
+    write_symbols(out, symbols, {&count, 1}, lanes_log2, {&table, 1}, isa);
+}
+
+void decode_symbols(ByteReader& in, Counts counts, int alphabet, std::span<u8> symbols, const Isa& isa) {
     int lanes_log2 = in.byte();
     if (lanes_log2 > kLanesLog2Max) throw Corrupt{"sequence.lanes", "too many lanes"};
     std::vector<DecodeTable> tables;
@@ -184,29 +237,18 @@ void decode_symbols(ByteReader& in, Counts counts, int alphabet, std::span<u8> s
         if (count) tables.push_back(read_table(in, alphabet));
     u64 word_count = in.varint();
     u64 lanes = u64{1} << lanes_log2;
-    std::array<u32, 1 << kLanesLog2Max> states;
+    std::array<u32, kRow> states;
     std::memcpy(states.data(), in.take(lanes * sizeof(u32)).data(), lanes * sizeof(u32));
-    auto data = in.take(word_count * sizeof(u16));
-    Words words{data.data(), data.data() + data.size()};
+    Words words(in.take(word_count * sizeof(u16)));
     for (u64 lane = 0; lane < lanes; ++lane)
         if (states[lane] < kStateMin) throw Corrupt{"sequence.state", "a state is out of range"};
-    constexpr u64 kStrip = 4096;
     u64 i = 0;
     std::size_t table = 0;
-    u32 lane_mask = static_cast<u32>(lanes - 1);
     for (u64 count : counts) {
-        if (count == 0) continue;
-        const DecodeTable& t = tables[table++];
-        for (u64 stop = i + count; i < stop;) {
-            u64 last = std::min(stop, i + kStrip);
-            if (words.left() > last - i)
-                decode_span<false>(t, states.data(), lane_mask, i, last, words, symbols.data());
-            else
-                decode_span<true>(t, states.data(), lane_mask, i, last, words, symbols.data());
-            i = last;
-        }
+        if (count) decode_span(tables[table++], states.data(), lanes, i, i + count, words, symbols.data(), isa);
+        i += count;
     }
-    bool home = words.at == words.end;
+    bool home = words.at_end();
     for (u64 lane = 0; lane < lanes; ++lane) home = home && states[lane] == kStateMin;
     if (!home) throw Corrupt{"sequence.state", "the states do not return to where they began"};
 }

@@ -5,6 +5,7 @@
 #include <span>
 
 #include "constants.hpp"
+#include "isa.hpp"
 #include "types.hpp"
 #include "wire.hpp"
 
@@ -36,20 +37,25 @@ inline u64 bucket_base(u8 symbol) {
 // Counts of symbols under each context, in context order.
 using Counts = std::span<const u64>;
 
-// How often each byte occurs. Neighbours are often equal: four histograms keep one count from waiting for the last.
-inline std::array<u64, 256> count_bytes(std::span<const u8> bytes) {
+// How often each byte occurs.
+using Histogram = std::array<u64, 256>;
+
+// Neighbours are often equal: four histograms keep one count from waiting for the last.
+inline Histogram count_bytes(std::span<const u8> bytes) {
     std::array<std::array<u32, 256>, 4> parts{};
     for (std::size_t i = 0; i < bytes.size(); ++i) ++parts[i % 4][bytes[i]];
-    std::array<u64, 256> counts;
+    Histogram counts;
     for (std::size_t b = 0; b < 256; ++b) counts[b] = u64{parts[0][b]} + parts[1][b] + parts[2][b] + parts[3][b];
     return counts;
 }
 
-void encode_symbols(Bytes& out, std::span<const u8> symbols, Counts counts);
-void decode_symbols(ByteReader& in, Counts counts, int alphabet, std::span<u8> symbols);
+void encode_symbols(Bytes& out, std::span<const u8> symbols, Counts counts, const Isa&);
+// Symbols under one context, which have been counted already.
+void encode_symbols(Bytes& out, std::span<const u8> symbols, const Histogram&, const Isa&);
+void decode_symbols(ByteReader& in, Counts counts, int alphabet, std::span<u8> symbols, const Isa&);
 
 template <class Value>
-void encode_buckets(Bytes& out, std::span<const Value> values, Counts counts) {
+void encode_buckets(Bytes& out, std::span<const Value> values, Counts counts, const Isa& isa = *portable_isa()) {
     Bytes symbols(values.size());
     BitWriter extra(values.size() * (8 * sizeof(Value) - 2));
     for (std::size_t i = 0; i < values.size(); ++i) {
@@ -57,17 +63,18 @@ void encode_buckets(Bytes& out, std::span<const Value> values, Counts counts) {
         symbols[i] = b.symbol;
         extra.put<8 * sizeof(Value) - 2>(b.extra, b.width);
     }
-    encode_symbols(out, symbols, counts);
+    encode_symbols(out, symbols, counts, isa);
     put_varint(out, extra.bytes().size());
     put_bytes(out, extra.bytes().data(), extra.bytes().size());
 }
 
 // Numbers of at most `value_bits` bits, one for each symbol that `counts` promises.
 template <class Value>
-void decode_buckets(ByteReader& in, Counts counts, int value_bits, std::span<Value> values) {
+void decode_buckets(ByteReader& in, Counts counts, int value_bits, std::span<Value> values,
+                    const Isa& isa = *portable_isa()) {
     Bytes symbols(values.size());
     int alphabet = kExact + 2 * (value_bits - 4);
-    decode_symbols(in, counts, alphabet, symbols);
+    decode_symbols(in, counts, alphabet, symbols, isa);
     std::array<u64, kBucketsMax> base;
     std::array<u8, 256> width{};
     for (int s = 0; s < alphabet; ++s) {

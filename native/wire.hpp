@@ -18,9 +18,8 @@ inline void put_varint(Bytes& out, u64 value) {
 }
 
 inline void put_bytes(Bytes& out, const void* data, std::size_t size) {
-    std::size_t begin = out.size();
-    out.resize(begin + size);
-    if (size) std::memcpy(out.data() + begin, data, size);
+    const u8* bytes = static_cast<const u8*>(data);
+    out.insert(out.end(), bytes, bytes + size);
 }
 
 class ByteReader {

@@ -94,11 +94,11 @@ class NativeKernels:
         return positions, values.view(old.dtype.bits_dtype), lanes
 
     def encode_planes(self, region: Region) -> bytes:
-        return _native.encode_planes(_region(region))
+        return _native.encode_planes(self.name, _region(region))
 
     def decode_planes(self, data: bytes, elements: int, dtype: DType) -> Bits:
         with _translated():
-            return _native.decode_planes(_kind(dtype), data, elements).view(dtype.bits_dtype)
+            return _native.decode_planes(self.name, _kind(dtype), data, elements).view(dtype.bits_dtype)
 
     def digest(self, region: Region) -> Lanes:
         return _native.digest(self.name, _region(region))

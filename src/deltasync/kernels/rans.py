@@ -129,7 +129,7 @@ def buckets(values: NDArray[np.uint64]) -> tuple[Symbols, NDArray[np.uint64], ND
 
 def encode_symbols(symbols: Symbols, counts: list[int]) -> bytes:
     """Lanes, tables, number of words, final states, words."""
-    lanes_log2 = _lanes_log2(len(symbols))
+    lanes_log2 = min(max(len(symbols).bit_length() - 12, 0), limits.LANES_LOG2_MAX)
     lanes = 1 << lanes_log2
     out = bytearray((lanes_log2,))
     frequency, start = [], []
@@ -247,7 +247,3 @@ def _read_table(reader: ByteReader, alphabet: int) -> NDArray[np.uint64]:
     if weights[-1] == 0:
         raise CorruptError("a table must not end with an unused symbol", rule="table.end")
     return _frequencies(weights)
-
-
-def _lanes_log2(count: int) -> int:
-    return min(max(count.bit_length() - 12, 0), limits.LANES_LOG2_MAX)

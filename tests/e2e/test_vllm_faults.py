@@ -10,9 +10,9 @@ from http.client import HTTPException
 from pathlib import Path
 
 import pytest
-from conformance.lossy_proxy import proxied
+from support import repeats
+from support.lossy_proxy import proxied
 from support.servers import seaweed
-from support.soak import repeats
 from support.vllm import (
     PROMPTS,
     Response,
@@ -30,9 +30,9 @@ from support.vllm import (
     wait_up,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-KILLS = repeats(4, soak=30)
+KILLS = repeats(3, soak=30)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,7 +65,7 @@ def test_kills_at_any_time_leave_no_answer_with_mixed_weights(tmp_path: Path) ->
             # These are the weights of version 0, as vLLM itself loads them.
             fresh = answers(server)
             assert server.control("advance")["version"] == feed.version
-            assert server.control("scrub") == {"version": feed.version, "damaged": []}
+            assert server.control("scrub") == {"version": feed.version, "damaged": [], "unseen_elements": 0}
             found.append(ask(server))
             assert answers(server) != fresh
             assert server.control("advance", to=feed.back_to_base())["version"] == feed.version
@@ -99,7 +99,7 @@ def test_a_store_that_fails_is_outlived(tmp_path: Path) -> None:
                 proxy.spoil = lambda method, path: ""
                 status = server.wait_version(version)
                 assert status["error"] is None
-            assert server.control("scrub") == {"version": feed.version, "damaged": []}
+            assert server.control("scrub") == {"version": feed.version, "damaged": [], "unseen_elements": 0}
 
 
 @contextmanager

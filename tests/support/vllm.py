@@ -7,7 +7,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,9 +72,17 @@ class VllmServer:
     log: Path
     token: str | None = field(default=TOKEN)
 
-    def request(self, path: str, body: Any = None, *, token: str | None = None, timeout_s: float = 120.0) -> Response:
+    def request(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        token: str | None = None,
+        timeout_s: float = 120.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
         """A GET, or a POST where there is a body."""
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **({} if headers is None else headers)}
         if token is not None:
             headers["authorization"] = f"Bearer {token}"
         data = None if body is None else json.dumps(body).encode()
@@ -91,7 +99,14 @@ class VllmServer:
         assert answer.status == 200, answer
         return answer.body
 
-    def complete(self, prompt: Sequence[int], *, timeout_s: float = 120.0, **options: Any) -> Response:
+    def complete(
+        self,
+        prompt: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        timeout_s: float = 120.0,
+        headers: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> Response:
         """Greedy completion with log-probabilities."""
         body = {
             "model": self.model,
@@ -101,7 +116,23 @@ class VllmServer:
             "logprobs": 5,
             **options,
         }
-        return self.request("/v1/completions", body, timeout_s=timeout_s)
+        return self.request("/v1/completions", body, timeout_s=timeout_s, headers=headers)
+
+    @contextmanager
+    def stream(self, prompt: Sequence[int], **options: Any) -> Iterator[Iterator[str]]:
+        """The lines of a greedy completion that is streamed. It is in flight when the first one is read."""
+        body = {"model": self.model, "prompt": list(prompt), "temperature": 0, "stream": True, **options}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as lines:
+            yield (line.decode().rstrip("\n") for line in lines)
+
+    def metric(self, name: str) -> float:
+        """The value of a metric of vLLM's, over all of its labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            lines = [line.decode() for line in answer]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
     def wait_version(self, version: int, *, within_s: float = 120.0) -> dict[str, Any]:
         """The status once this version, or a later one, is live."""
@@ -330,6 +361,6 @@ def assert_made_by_their_label(found: Sequence[Response], feed: TrainingFeed, fo
             ids = torch.tensor([choice["prompt_token_ids"] + choice["token_ids"]])
             with torch.no_grad():
                 expected = model(ids).logits.float().log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-            told = torch.tensor(choice["logprobs"]["token_logprobs"])
-            difference = (expected[-len(told) :] - told).abs()
+            served = torch.tensor(choice["logprobs"]["token_logprobs"])
+            difference = (expected[-len(served) :] - served).abs()
             assert difference.mean() < 0.05, (version, difference)

@@ -15,6 +15,8 @@ from deltasync.vllm.labels import LabelMiddleware, Labels, note_versions
 @dataclass
 class Span:
     version: str
+    start: int
+    end: int
 
 
 @dataclass
@@ -26,13 +28,22 @@ class Completion:
 
 
 @dataclass
+class PlainCompletion:
+    """Some tokens, from a release of vLLM that does not record versions."""
+
+    index: int = 0
+
+
+@dataclass
 class Output:
     request_id: str
-    outputs: list[Completion] = field(default_factory=list)
+    outputs: Sequence[Completion | PlainCompletion] = field(default_factory=list)
+    lora_request: Any = None
 
 
-def done(*versions: str, index: int = 0) -> Completion:
-    return Completion(index, [Span(version) for version in versions])
+def done(*versions: str, index: int = 0, tokens: int = 4) -> Completion:
+    """The last output of a completion with so many tokens of each version."""
+    return Completion(index, [Span(version, i * tokens, (i + 1) * tokens) for i, version in enumerate(versions)])
 
 
 @dataclass
@@ -146,6 +157,66 @@ def test_whole_answers(script: Script, wanted: tuple[str | None, str | None, str
     assert client.is_closed
 
 
+SPANS: dict[str, tuple[Script, str | None]] = {
+    "one version": ([Output("a", [done("3")])], "0-3=3"),
+    "one token": ([Output("a", [done("3", tokens=1)])], "0-0=3"),
+    "a switch": ([Output("a", [Completion()]), Switch("4"), Output("a", [done("3", "4")])], "0-3=3,4-7=4"),
+    "there and back": ([Output("a", [done("default", "0", "3", "0")])], "0-3=none,4-7=0,8-11=3,12-15=0"),
+    "completions in the order of the answer": (
+        [Output("a", [done("4", index=1)]), Output("a", [done("3", "4")])],
+        "0-3=3,4-7=4;0-3=4",
+    ),
+    "prompts in the order of the request": (
+        [Output(f"cmpl-7f-{i}", [done(str(i))]) for i in (10, 2, 0)],
+        "0-3=0;0-3=2;0-3=10",
+    ),
+    "one without tokens": ([Output("a", [done()]), Output("a", [done("3", index=1)])], ";0-3=3"),
+    "no tokens": ([Output("a", [done()])], None),
+    "no answer": ([], None),
+    "one that vLLM does not know": ([Output("a", [Completion()]), Output("a", [done("3", index=1)])], None),
+    "tokens of a beam search are not those of the answer": ([Output("cmpl-7f-0-beam-1", [done("3")])], None),
+    "too many": ([Output("a", [done(*("3", "4") * 300)])], None),
+}
+
+
+@pytest.mark.parametrize(("script", "wanted"), SPANS.values(), ids=SPANS.keys())
+def test_versions_of_each_token(script: Script, wanted: str | None) -> None:
+    http, _ = served(script)
+    assert http.post("/v1/completions").headers.get("x-deltasync-versions") == wanted
+    # Those of a stream are not known when its headers are sent.
+    assert "x-deltasync-versions" not in http.post("/v1/stream").headers
+
+
+PLAIN = Output("a", [PlainCompletion()])
+UNRECORDED: dict[str, tuple[Script, tuple[str | None, str | None, str | None]]] = {
+    "no switch": ([PLAIN, PLAIN], ("3", None, None)),
+    "a switch after the last token": ([PLAIN, Switch("4")], ("3", None, None)),
+    "a switch between tokens": ([PLAIN, Switch("4"), PLAIN], ("3", "3", "4")),
+    # The first token may be from either version: it may have been on its way when the switch was done.
+    "a switch before the first token": ([Switch("4"), PLAIN], ("3", "3", "4")),
+    "two switches between tokens, there and back": (
+        [PLAIN, Switch("9"), Switch("3"), PLAIN],
+        ("3", "3", "9"),
+    ),
+    "two prompts": ([Output("a", [PlainCompletion()]), Switch("4"), Output("b", [PlainCompletion()])], ("3", "3", "4")),
+}
+
+
+@pytest.mark.parametrize(("script", "wanted"), UNRECORDED.values(), ids=UNRECORDED.keys())
+def test_without_a_record_of_vllm_an_answer_has_all_versions_that_were_live_while_it_ran(
+    script: Script, wanted: tuple[str | None, str | None, str | None]
+) -> None:
+    http, _ = served(script)
+    assert headers(http.post("/v1/completions")) == wanted
+
+
+def test_a_stream_without_a_record_of_vllm_ends_with_the_last_version() -> None:
+    http, _ = served([PLAIN, Switch("4"), PLAIN])
+    response = http.post("/v1/stream")
+    assert headers(response) == ("3", None, None)
+    assert response.text.endswith("data: [DONE]\n\n: x-deltasync-last-version: 4\n\n")
+
+
 TOKEN = Output("a", [Completion()])
 STREAMS: dict[str, tuple[Script, tuple[str | None, str | None, str | None], str]] = {
     "one version": ([TOKEN, Output("a", [done("3")])], ("3", None, None), ""),
@@ -154,7 +225,7 @@ STREAMS: dict[str, tuple[Script, tuple[str | None, str | None, str | None], str]
     "a switch after it": (
         [TOKEN, Switch("4"), Output("a", [done("3", "4")])],
         ("3", None, None),
-        ": x-deltasync-last-version: 4\n\n",
+        ": x-deltasync-last-version: 4\n: x-deltasync-versions: 0-3=3,4-7=4\n\n",
     ),
     "two completions": (
         [
@@ -165,10 +236,15 @@ STREAMS: dict[str, tuple[Script, tuple[str | None, str | None, str | None], str]
             Output("a", [done("3", "4", index=1)]),
         ],
         ("3", None, None),
-        ": x-deltasync-last-version: 4\n\n",
+        ": x-deltasync-last-version: 4\n: x-deltasync-versions: 0-3=3;0-3=3,4-7=4\n\n",
     ),
     "the last one is of one version only": (
         [TOKEN, Output("a", [done("3", "4")]), Output("a", [done("3", index=1)])],
+        ("3", None, None),
+        ": x-deltasync-last-version: 4\n: x-deltasync-versions: 0-3=3,4-7=4;0-3=3\n\n",
+    ),
+    "an end without its versions": (
+        [TOKEN, Switch("4"), Output("a", [Completion(1)])],
         ("3", None, None),
         ": x-deltasync-last-version: 4\n\n",
     ),

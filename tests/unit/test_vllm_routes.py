@@ -19,7 +19,8 @@ from deltasync.errors import (
     NotFoundError,
     StoreError,
 )
-from deltasync.vllm.server import Replica, TokenMiddleware, add_routes
+from deltasync.vllm.replica import Replica, Replicas
+from deltasync.vllm.routes import TokenMiddleware, add_routes
 
 TOKEN = "s3cret-täken"
 ALLOWED = {"authorization": b"Bearer " + TOKEN.encode()}
@@ -28,13 +29,25 @@ ALLOWED = {"authorization": b"Bearer " + TOKEN.encode()}
 class Server:
     """What an API server has: a follower of a real feed, with a target in this process."""
 
-    def __init__(self, *, versions: int = 3, token: str | None = TOKEN, root: str = "", is_up: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        versions: int = 3,
+        token: str | None = TOKEN,
+        root: str = "",
+        is_up: bool = True,
+        has_weights: bool = True,
+        has_adapter: bool = False,
+    ) -> None:
         self.feed = Feed.of(versions)
         self.target = TorchTarget(self.feed.states[0].layout)
         self.follower = follower(self.feed.store, self.target, replica="me")
         replica = Replica(self.follower, self.target, way="push")
+        self.adapter = TorchTarget(self.feed.states[0].layout)
+        adapter = Replica(follower(self.feed.store, self.adapter), self.adapter, way="push", has_metrics=False)
+        replicas = Replicas(replica if has_weights else None, {"math": adapter} if has_adapter else {})
         app = FastAPI(root_path=root)
-        add_routes(app, lambda: replica if is_up else None)
+        add_routes(app, lambda: replicas if is_up else None)
         app.add_middleware(TokenMiddleware, token=token)
 
         @app.get("/v1/models")
@@ -60,6 +73,8 @@ PATHS = [
     ("GET", "/deltasync/nothing/there"),
     ("DELETE", "/deltasync/status"),
     ("OPTIONS", "/deltasync/status"),
+    ("POST", "/deltasync/ready"),
+    ("GET", "/deltasync/ready/"),
     *(("POST", f"/deltasync/{verb}") for verb in VERBS),
 ]
 WRONG: dict[str, dict[str, Any]] = {
@@ -141,6 +156,7 @@ def test_moves() -> None:
         "engine": "torch",
         "way": "push",
         "is_paused": False,
+        "is_ready": True,
     }
     assert expected.items() <= status.items()
     assert status["last"]["version"] == 2
@@ -150,7 +166,8 @@ def test_an_answer_without_a_body() -> None:
     """All fields may be left out."""
     server = Server()
     assert server.http.post("/deltasync/advance", headers=ALLOWED).json()["version"] == 2
-    assert server.http.post("/deltasync/scrub", headers=ALLOWED).json() == {"version": 2, "damaged": []}
+    scrubbed = server.http.post("/deltasync/scrub", headers=ALLOWED).json()
+    assert scrubbed == {"version": 2, "damaged": [], "unseen_elements": 0}
 
 
 def test_pins() -> None:
@@ -173,7 +190,7 @@ def test_damage_is_reported(is_repaired: bool) -> None:
     server = Server()
     server.post("advance")
     server.target.state["packed"][0, 0] ^= 1
-    wanted = {"version": 2, "damaged": [{"tensor": "packed", "elements": 1}]}
+    wanted = {"version": 2, "damaged": [{"tensor": "packed", "elements": 1}], "unseen_elements": 0}
     assert server.post("scrub", repair=is_repaired).json() == wanted
     assert server.target.holds(server.feed.states[2]) is is_repaired
     assert server.status()["counts"]["repaired"] == int(is_repaired)
@@ -203,6 +220,10 @@ def test_errors_have_a_status(error: DeltasyncError, status: int) -> None:
     assert answer.status_code == status
     fields = {"kind": error.kind, "message": error.message, "hint": error.hint, "rule": error.rule}
     assert answer.json() == {"error": fields}
+    assert server.status()["error"] == f"{type(error).__name__}: {error}"
+    server.target.fails = lambda staged: None
+    assert server.post("advance").status_code == 200
+    assert server.status()["error"] is None
 
 
 @pytest.mark.parametrize(("verb", "field"), [("advance", "to"), ("pin", "version")])
@@ -227,8 +248,67 @@ def test_what_is_no_version(verb: str, field: str, version: Any) -> None:
     assert server.target.version is None
 
 
+@pytest.mark.parametrize("token", [TOKEN, None])
+def test_readiness_needs_no_token_and_gives_no_details(token: str | None) -> None:
+    server = Server(token=token)
+    answers = [server.http.get("/deltasync/ready")]
+    server.follower.advance()
+    answers.append(server.http.get("/deltasync/ready"))
+    assert [(answer.status_code, answer.json()) for answer in answers] == [
+        (503, {"ready": False}),
+        (200, {"ready": True}),
+    ]
+
+
+def test_a_server_that_is_pushed_is_ready_while_a_version_is_live() -> None:
+    """A version that was refused leaves the one before live; a write that failed leaves none."""
+    server = Server()
+
+    def ready() -> int:
+        return server.http.get("/deltasync/ready").status_code
+
+    assert server.post("advance", to=9).status_code == 404
+    assert ready() == 503
+    server.post("advance", to=1)
+    assert server.post("advance", to=9).status_code == 404
+    assert ready() == 200
+
+    def tears(staged: object) -> None:
+        server.target._version = None
+        raise EngineError("half of it is written")
+
+    server.target.fails = tears
+    assert server.post("advance").status_code == 503
+    assert ready() == 503
+
+
 def test_before_the_server_is_up() -> None:
     server = Server(is_up=False)
     answer = server.http.get("/deltasync/status", headers=ALLOWED)
     assert answer.status_code == 503
     assert answer.json()["error"]["hint"] == "try again"
+    assert server.http.get("/deltasync/ready").status_code == 503
+
+
+def test_a_route_for_an_adapter() -> None:
+    server = Server(has_adapter=True)
+    assert server.http.get("/deltasync/ready").status_code == 503
+    server.post("advance", to=2)
+    assert server.http.get("/deltasync/ready").status_code == 503
+    assert server.http.post("/deltasync/advance?adapter=math", json={"to": 1}, headers=ALLOWED).json()["version"] == 1
+    assert (server.target.version, server.adapter.version) == (2, 1)
+    assert server.http.get("/deltasync/ready").status_code == 200
+    assert server.status()["adapters"]["math"]["version"] == 1
+    answer = server.http.post("/deltasync/advance?adapter=chat", json={}, headers=ALLOWED)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["hint"] == "it follows math"
+
+
+def test_a_server_that_follows_only_adapters() -> None:
+    server = Server(has_weights=False, has_adapter=True)
+    answer = server.post("advance", to=1)
+    assert answer.status_code == 400
+    assert "follows no feed of weights" in answer.json()["error"]["message"]
+    server.http.post("/deltasync/advance?adapter=math", json={}, headers=ALLOWED)
+    assert list(server.status()) == ["adapters"]
+    assert server.http.get("/deltasync/ready").status_code == 200

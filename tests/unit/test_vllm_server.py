@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -9,15 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from support.feeds import Feed
-from support.replicas import TorchTarget, follower
+from support.replicas import TorchTarget, follower, quick, wait_until
 
 from deltasync import parallel
-from deltasync.errors import EngineError
+from deltasync.errors import DeltasyncError, EngineError, MismatchError
+from deltasync.testing.faulty import Fault, FaultyStore
 from deltasync.vllm import server
+from deltasync.vllm.caches import CacheSalts
 from deltasync.vllm.labels import Labels
-from deltasync.vllm.server import Replica, ServerEngine
+from deltasync.vllm.replica import Replica
+from deltasync.vllm.server import ServerEngine
 from deltasync.vllm.settings import PauseMode, Way
+
+__all__ = ["quick"]
 
 
 class Client:
@@ -25,14 +32,24 @@ class Client:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="some/model"))
+        self.worker_error: str | None = None
         self.error: Exception | None = None
         self.is_stuck = False
         self.thread: int | None = None
+        self.engine_core = SimpleNamespace(add_request_async=self._add, call_utility_async=self._call)
+
+    async def _add(self, request: Any) -> None:
+        await self._note("add", request.cache_salt)
+
+    async def _call(self, method: str, *args: Any) -> None:
+        await self._note(method, args)
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
         await self._note(method, args)
-        return ["first", "second"]
+        return [
+            {"result": "first"},
+            {"result": "second"} if self.worker_error is None else {"error": self.worker_error},
+        ]
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         await self._note("pause", (mode, clear_cache))
@@ -68,7 +85,6 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 def test_what_vllm_is_asked_for(loop: asyncio.AbstractEventLoop, mode: PauseMode) -> None:
     client, labels = Client(), Labels()
     engine = ServerEngine(client, loop, pause=mode, labels=labels)
-    assert engine.checkpoint == "some/model"
     assert engine.call("copy", "mirror", [1, 2]) == ["first", "second"]
     engine.pause()
     assert labels.current == "none"
@@ -79,6 +95,36 @@ def test_what_vllm_is_asked_for(loop: asyncio.AbstractEventLoop, mode: PauseMode
     wanted = [("deltasync", ("copy", "mirror", [1, 2])), ("pause", (mode, True)), ("version", ("7",)), ("resume", ())]
     assert client.calls == wanted
     assert client.thread != threading.get_ident()
+
+
+def test_caches_that_are_kept_get_a_new_salt_before_generation_resumes(loop: asyncio.AbstractEventLoop) -> None:
+    client, labels = Client(), Labels()
+    engine = ServerEngine(client, loop, pause="keep", labels=labels, salts=CacheSalts(client))
+    for version in (3, 4):
+        engine.pause()
+        engine.label(version)
+        engine.resume()
+    names = [name for name, _ in client.calls]
+    assert names == ["pause", "version", "deltasync_renew_salt", "resume"] * 2
+    assert client.calls[0] == ("pause", ("keep", False))
+    assert client.calls[2] != client.calls[6]
+
+
+def test_no_version_is_live_during_a_switch(loop: asyncio.AbstractEventLoop) -> None:
+    client, labels = Client(), Labels()
+    engine = ServerEngine(client, loop, pause="keep", labels=labels)
+    engine.pause()
+    engine.label(7)
+    assert (labels.current, labels.version) == ("7", None)
+    waiting = asyncio.run_coroutine_threadsafe(labels.wait_for(lambda: labels.version == 7, 60.0), loop)
+    engine.resume()
+    assert waiting.result(60.0)
+    assert labels.version == 7
+    engine.pause()
+    client.error = RuntimeError("the worker died")
+    with pytest.raises(EngineError):
+        engine.resume()
+    assert labels.version is None
 
 
 OPERATIONS: dict[str, Callable[[ServerEngine], object]] = {
@@ -100,6 +146,13 @@ def test_whatever_it_raises_is_an_error_of_the_engine(
         operation(ServerEngine(client, loop, pause="keep", labels=labels))
     assert raised.value.__cause__ is error
     assert labels.current == "none"
+
+
+def test_an_error_of_one_worker_is_an_error_of_the_engine(loop: asyncio.AbstractEventLoop) -> None:
+    client = Client()
+    client.worker_error = "ValueError: no such place"
+    with pytest.raises(EngineError, match="a worker of vLLM failed at 'scatter': ValueError: no such place"):
+        ServerEngine(client, loop, pause="keep", labels=Labels()).call("scatter")
 
 
 def test_an_engine_that_does_not_answer(loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +184,110 @@ def test_a_server_follows_only_if_it_pulls(way: Way) -> None:
         replica.close()
     assert not replica.status()["is_following"]
     assert replica.follower.error is None
+
+
+def test_a_server_that_follows_is_ready_while_its_version_is_recent() -> None:
+    feed = Feed.of(2)
+    is_away = threading.Event()
+    store = FaultyStore(feed.store, lambda operation: Fault("refuse") if is_away.is_set() else None)
+    target = TorchTarget(feed.states[0].layout)
+    replica = Replica(follower(store, target), target, way="pull", ready_s=0.5)
+    is_away.set()
+    replica.start()
+    try:
+        wait_until(lambda: replica.follower.error is not None)
+        assert not replica.is_ready
+        is_away.clear()
+        wait_until(lambda: replica.is_ready)
+        assert replica.follower.status().version == 1
+        is_away.set()
+        wait_until(lambda: not replica.is_ready)
+        assert replica.follower.status().version == 1
+        is_away.clear()
+        wait_until(lambda: replica.is_ready)
+        # What stands still is not followed.
+        replica.follower.pause()
+        wait_until(lambda: not replica.is_ready)
+    finally:
+        replica.close()
+    assert not replica.is_ready
+
+
+def test_without_a_bound_a_server_is_ready_while_it_follows() -> None:
+    feed = Feed.of(1)
+    target = TorchTarget(feed.states[0].layout)
+    replica = Replica(follower(feed.store, target), target, way="pull", ready_s=None)
+    replica.start()
+    try:
+        replica.follower.wait_live(timeout_s=60)
+        assert replica.is_ready
+    finally:
+        replica.close()
+    assert replica.follower.status().version == 0
+    assert not replica.is_ready
+
+
+def test_a_refused_feed_is_reported_once_and_ends_readiness() -> None:
+    feed = Feed.of(2)
+    target = TorchTarget(feed.states[0].layout)
+    refused: list[DeltasyncError] = []
+    replica = Replica(follower(feed.store, target), target, way="pull", on_refused=refused.append)
+    replica.start()
+    try:
+        replica.follower.wait_live(timeout_s=60)
+        assert replica.is_ready
+        target.fails = other_model
+        feed.delta()
+        wait_until(lambda: bool(refused))
+        wait_until(lambda: not replica.is_ready)
+        assert replica.status()["error"] == "MismatchError: another model"
+        assert replica.status()["version"] == 1
+    finally:
+        replica.close()
+    assert [type(error) for error in refused] == [MismatchError]
+
+
+def other_model(staged: object) -> None:
+    raise MismatchError("another model")
+
+
+@pytest.mark.parametrize("action", ["exit", "serve"])
+def test_a_server_ends_only_if_it_is_to_and_once_it_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, action: str
+) -> None:
+    """The signal comes after vLLM has installed its handler; the exit code comes after all is closed."""
+    monkeypatch.setenv("DELTASYNC_FEED", "memory:")
+    monkeypatch.setenv("DELTASYNC_ON_REFUSED", action)
+    events: list[Any] = []
+    monkeypatch.setattr(server.os, "kill", lambda *args: events.append(args))
+    endpoint, app = server.Endpoint(), FastAPI()
+    endpoint.attach_router(app)
+    endpoint._held.callback(events.append, "closed")
+    refusal = threading.Thread(target=endpoint._end_if_refused, args=(MismatchError("another model"),))
+    refusal.start()
+
+    async def serve() -> None:
+        lifespan = app.router.lifespan_context(app)
+
+        async def shutdown() -> None:
+            await lifespan.__aexit__(None, None, None)
+
+        app.state.server = SimpleNamespace(shutdown=shutdown)
+        assert not events
+        await lifespan.__aenter__()
+        await asyncio.to_thread(refusal.join)
+        await app.state.server.shutdown()
+
+    if action == "exit":
+        with pytest.raises(SystemExit) as raised:
+            asyncio.run(serve())
+        assert raised.value.code == 3
+        assert events == [(os.getpid(), signal.SIGTERM), "closed"]
+        assert "the server ends with exit code 3" in caplog.text
+    else:
+        asyncio.run(serve())
+        assert events == ["closed"]
+        assert "is not ready" in caplog.text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux only")

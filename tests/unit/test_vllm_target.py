@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.feeds import Feed
-from support.loading import Tensors, Workers, changed, reloading, save, tensors, weights_of
+from support.loading import Tensors, Workers, changed, tensors, weights_of
 from support.replicas import follower
 
 from deltasync.errors import EngineError, MismatchError
@@ -16,11 +16,8 @@ from deltasync.replica.follower import Follower
 from deltasync.replica.target import Damage, Staged
 from deltasync.vllm.target import VllmTarget
 
-__all__ = ["reloading"]
-
-WRITES = ("scatter", "copy", "load")
+WRITES = ("scatter", "copy")
 ODD = ["quantized"]
-UNKNOWN = ["packed.a", "packed.b", "quantized.weight"]
 
 
 class FakeEngine:
@@ -31,10 +28,9 @@ class FakeEngine:
 
     name = "fake"
 
-    def __init__(self, states: list[Tensors], *, size: int = 2, checkpoint: str = "nowhere") -> None:
+    def __init__(self, states: list[Tensors], *, size: int = 2) -> None:
         self.states = states
         self.workers = Workers(states[0], size=size, odd_names=ODD)
-        self.checkpoint = checkpoint
         self.calls: list[str] = []
         self.arguments: list[tuple[Any, ...]] = []
         self.is_paused = False
@@ -111,14 +107,12 @@ class Replica:
         states: list[Tensors],
         folder: Path,
         *,
-        has_truth: bool = True,
         size: int = 2,
         feed: Feed | None = None,
     ) -> None:
         self.states = states
         self.feed = feed_of(states) if feed is None else feed
-        truth = save(states[0], folder / "truth.safetensors") if has_truth else folder / "none"
-        self.engine = FakeEngine(states, size=size, checkpoint=str(truth))
+        self.engine = FakeEngine(states, size=size)
         self.target = self.engine.target = VllmTarget(self.engine, folder=folder)
         self.follower: Follower = follower(self.feed.store, self.target, mirror=folder / "mirror.safetensors")
 
@@ -131,7 +125,7 @@ class Replica:
 
 
 @pytest.fixture
-def replica(tmp_path: Path, reloading: list[str]) -> Replica:
+def replica(tmp_path: Path) -> Replica:
     return Replica(versions(4), tmp_path)
 
 
@@ -139,71 +133,47 @@ def test_the_order_of_things(replica: Replica) -> None:
     """The first version whole, the next ones by what changed; all that takes long is before the pause."""
     assert (replica.target.version, replica.target.engine) == (None, "fake")
     replica.advance(0)
-    assert replica.engine.took() == ["describe", "missing", "prove", "pause", "copy", "load", "label", "resume"]
+    assert replica.engine.took() == ["describe", "refresh", "pause", "copy", "label", "resume"]
     assert replica.is_live(0)
     replica.advance(1)
-    assert replica.engine.arguments[3][1] == UNKNOWN
-    assert replica.engine.took() == ["prepare", "pause", "scatter", "load", "label", "resume"]
+    assert replica.engine.took() == ["prepare", "refresh", "pause", "scatter", "label", "resume"]
     assert replica.is_live(1)
     # Two at once, and back.
     for version in (3, 1, 2):
         replica.advance(version)
         assert replica.is_live(version)
     replica.advance(2)
-    assert replica.engine.took()[-6:] == ["prepare", "pause", "scatter", "load", "label", "resume"]
+    assert replica.engine.took()[-6:] == ["prepare", "refresh", "pause", "scatter", "label", "resume"]
 
 
-def test_the_loader_takes_only_what_changed(tmp_path: Path, reloading: list[str]) -> None:
-    one = tensors(0, *ODD)
-    two = {**one, "norm.weight": changed(one, 1, 1.0)["norm.weight"]}
-    three = {**two, "packed.a": changed(two, 2, 1.0)["packed.a"]}
-    replica = Replica([one, two, three, three], tmp_path)
+def test_a_version_in_which_no_bit_changed_computes_nothing(tmp_path: Path) -> None:
+    state = tensors(0, *ODD)
+    replica = Replica([state, state], tmp_path)
     replica.advance(0)
     replica.engine.took()
     replica.advance(1)
     assert replica.engine.took() == ["prepare", "pause", "scatter", "label", "resume"]
     assert replica.is_live(1)
-    replica.advance(2)
-    assert replica.engine.arguments[3][1] == ["packed.a"]
-    assert replica.engine.took() == ["prepare", "pause", "scatter", "load", "label", "resume"]
-    assert replica.is_live(2)
-    # A version in which no bit changed: its label is all that does.
-    replica.advance(3)
-    assert replica.engine.took() == ["prepare", "pause", "scatter", "label", "resume"]
-    assert replica.is_live(3)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_without_the_checkpoint_the_loader_proves_the_map(size: int, tmp_path: Path, reloading: list[str]) -> None:
-    replica = Replica(versions(3), tmp_path, has_truth=False, size=size)
-    replica.advance(0)
-    assert replica.engine.arguments[4][1] == sorted(replica.states[0])
-    assert replica.engine.took() == ["describe", "missing", "prove", "pause", "load", "compare", "label", "resume"]
-    assert replica.is_live(0)
-    replica.advance(1)
-    assert replica.engine.arguments[3][1] == UNKNOWN
-    assert replica.is_live(1)
-
-
-def count_operations(states: list[Tensors], folder: Path, has_truth: bool) -> int:
-    replica = Replica(states, folder, has_truth=has_truth)
+def count_operations(states: list[Tensors], folder: Path) -> int:
+    replica = Replica(states, folder)
     for version in range(len(states)):
         replica.advance(version)
     return len(replica.engine.calls)
 
 
-@pytest.mark.parametrize("has_truth", [True, False])
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_failure_of_any_operation(times: int, has_truth: bool, tmp_path: Path, reloading: list[str]) -> None:
+def test_a_failure_of_any_operation(times: int, tmp_path: Path) -> None:
     """Once, or several times in a row. The engine itself looks at what it is resumed with."""
     states = versions(3)
     (tmp_path / "count").mkdir()
-    feed, operations = feed_of(states), count_operations(states, tmp_path / "count", has_truth)
+    feed, operations = feed_of(states), count_operations(states, tmp_path / "count")
     assert operations > 15
     for first in range(operations):
         folder = tmp_path / str(first)
         folder.mkdir()
-        replica, failed = Replica(states, folder, has_truth=has_truth, feed=feed), []
+        replica, failed = Replica(states, folder, feed=feed), []
 
         def fails(number: int, name: str, first: int = first, failed: list[str] = failed) -> bool:
             if first <= number < first + times:
@@ -232,7 +202,7 @@ def test_a_failed_write_is_done_again_in_the_same_pause(replica: Replica) -> Non
     replica.engine.took()
     replica.engine.fails = lambda number, name: name == "scatter" and replica.engine.calls.count("scatter") == 1
     replica.advance(1)
-    assert replica.engine.took() == ["prepare", "pause", "scatter", "scatter", "load", "label", "resume"]
+    assert replica.engine.took() == ["prepare", "refresh", "pause", "scatter", "scatter", "label", "resume"]
     assert replica.is_live(1)
 
 
@@ -249,7 +219,7 @@ def test_a_torn_engine_stays_paused_until_it_is_whole(replica: Replica) -> None:
     replica.engine.fails = lambda number, name: False
     # By then there is a newer version.
     replica.advance(3)
-    assert replica.engine.took() == ["pause", "copy", "load", "label", "resume"]
+    assert replica.engine.took() == ["refresh", "pause", "copy", "label", "resume"]
     assert replica.is_live(3)
 
 
@@ -264,11 +234,14 @@ def test_an_engine_that_cannot_be_resumed_is_brought_there_again(replica: Replic
 
 
 OTHERS: dict[str, tuple[Callable[[Tensors], object], str]] = {
-    "one is missing": (lambda s: s.pop("norm.weight"), r"nothing for the model's parameter 'norm\.weight'"),
-    "part of a fused one is missing": (lambda s: s.pop("q.weight"), r"the feed lacks 'q\.weight'"),
-    "one too many": (lambda s: s.update(another=torch.zeros(3)), r"does not take another: F32\[3\]"),
-    "another shape": (lambda s: s.update({"norm.weight": torch.zeros(9)}), r"does not take norm\.weight: F32\[9\]"),
-    "larger": (lambda s: s.update({"o.weight": torch.zeros(9, 12)}), r"does not take o\.weight: F32\[9, 12\]"),
+    "one is missing": (lambda s: s.pop("norm.weight"), r"nothing for elements of the model's parameter 'norm\.weight'"),
+    "part of a fused one is missing": (
+        lambda s: s.pop("q.weight"),
+        r"elements of the model's parameter 'qkv\.weight'",
+    ),
+    "one too many": (lambda s: s.update(another=torch.zeros(3)), r"does not take 'another'"),
+    "another shape": (lambda s: s.update({"norm.weight": torch.zeros(9)}), r"does not take 'norm\.weight'"),
+    "larger": (lambda s: s.update({"o.weight": torch.zeros(9, 12)}), r"does not take 'o\.weight'"),
     "silently cut": (lambda s: s.update({"o.weight": torch.zeros(8, 99)}), r"part of o\.weight: F32\[8, 99\]"),
     "another type": (lambda s: s.update(scale=torch.tensor(3)), r"torch\.bfloat16 in place of scale: I64\[\]"),
 }
@@ -281,12 +254,12 @@ def test_another_model_is_refused_before_anything_is_touched(
     state = tensors(0, *ODD)
     other = dict(state)
     change(other)
-    engine = FakeEngine([state], checkpoint=str(save(state, tmp_path / "truth.safetensors")))
+    engine = FakeEngine([state])
     target = engine.target = VllmTarget(engine, folder=tmp_path)
     replica = follower(feed_of([other]).store, target, mirror=tmp_path / "mirror.safetensors")
     with pytest.raises(MismatchError, match=message):
         replica.advance()
-    assert set(engine.calls) <= {"describe", "missing"}
+    assert engine.calls == ["describe"]
     assert target.version is None
     assert engine.workers.hold(state)
 
@@ -304,8 +277,12 @@ def test_a_feed_with_other_tensors_since(replica: Replica) -> None:
 def test_a_scrub_without_damage_holds_up_nothing(replica: Replica) -> None:
     replica.advance(1)
     replica.engine.took()
+    assert replica.target.unseen_elements > 0
+    assert replica.follower.status().proved_version is None
     assert replica.follower.scrub() == []
     assert replica.engine.took() == ["compare"]
+    assert replica.target.unseen_elements == 0
+    assert replica.follower.status().proved_version == 1
 
 
 @pytest.mark.parametrize("is_repaired", [False, True])
@@ -352,8 +329,8 @@ def test_stages_are_replaced(replica: Replica, tmp_path: Path) -> None:
     assert names == ["stage-0.safetensors", "stage-1.safetensors"]
 
 
-def test_the_mirror_waits_while_the_loader_reads_it(replica: Replica) -> None:
-    """What the map does not know would be of a later version than the rest."""
+def test_the_mirror_waits_while_the_workers_compute_from_it(replica: Replica) -> None:
+    """What is computed would be of a later version than the rest."""
     replica.advance(0)
     with ThreadPoolExecutor(1) as ahead:
         replica.follower._advance(to=1, ahead=ahead)

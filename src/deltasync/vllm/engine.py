@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -18,9 +19,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from deltasync.errors import InvalidInputError
 from deltasync.replica.follower import Follower
-from deltasync.vllm.settings import Settings, memory_folder
+from deltasync.replica.memory import memory_folder
+from deltasync.vllm.architectures import warn_if_not_in_zoo
+from deltasync.vllm.releases import warn_if_untested
+from deltasync.vllm.settings import Settings
 from deltasync.vllm.target import VllmTarget
+from deltasync.vllm.twins import Twins
 from deltasync.vllm.worker import RuntimeWeights
 
 
@@ -50,7 +56,7 @@ class DeltasyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.runtime = RuntimeWeights(model, vllm_config.model_config, vllm_config.parallel_config.rank)
+        self.runtime = RuntimeWeights(model, Twins(vllm_config), vllm_config.parallel_config.rank)
         self._follower: Follower | None = None
         self._held = ExitStack()
 
@@ -76,12 +82,17 @@ class DeltasyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
 
     def _open(self, init_info: InitInfo) -> Follower:
         self.shutdown()
+        if self.vllm_config.parallel_config.rank == 0:
+            warn_if_untested(vllm.__version__)
+            warn_if_not_in_zoo(self.vllm_config.model_config.architectures)
         if init_info.feed is None:
             settings = Settings.from_environment()
         else:
             settings = Settings(init_info.feed, base=None if init_info.base is None else Path(init_info.base))
+        if settings.feed is None:
+            raise InvalidInputError("DELTASYNC_FEED is not set", hint="set it, or give `feed` in the init_info")
         folder = self._held.enter_context(memory_folder())
-        target = VllmTarget(_OwnWorker(self.runtime, str(self.model_config.model)), folder=folder, is_whole=False)
+        target = VllmTarget(_OwnWorker(self.runtime), folder=folder, is_whole=False)
         mirror = folder / "mirror.safetensors"
         self._follower = self._held.enter_context(
             Follower(settings.feed, target, mirror=mirror, base=settings.base, beat_s=None)
@@ -92,9 +103,8 @@ class DeltasyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
 class _OwnWorker:
     """An `Engine` of the worker that it runs in. The caller of vLLM's protocol pauses generation and sets labels."""
 
-    def __init__(self, runtime: RuntimeWeights, checkpoint: str) -> None:
+    def __init__(self, runtime: RuntimeWeights) -> None:
         self._runtime = runtime
-        self.checkpoint = checkpoint
         self.name = "vllm worker"
 
     def call(self, method: str, *args: Any) -> list[Any]:

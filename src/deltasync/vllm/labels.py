@@ -1,20 +1,34 @@
 """In the API server: response headers that say which version produced an answer, on every OpenAI-compatible route.
 
-The versions come from vLLM itself, which records the one that each token was sampled under.
+The versions come from vLLM itself, which records the one that each token was sampled under. With a release that does
+not, they are all versions that were live while the request ran.
 """
 
+import asyncio
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
+
+from deltasync.vllm.releases import has_weight_versions
 
 VERSION = b"x-deltasync-version"
 FIRST = b"x-deltasync-first-version"
 LAST = b"x-deltasync-last-version"
+SPANS = b"x-deltasync-versions"
+ADAPTER = b"x-deltasync-adapter-version"
 
 _NONE = "none"
 _API = "/v1/"
 _EVENTS = b"text/event-stream"
+_SPANS_MOST_BYTES = 4096
+"""Longer headers are left out: many clients and proxies refuse a response with more than 8 kB of headers."""
+_ADAPTER_FOLDER = re.compile(r".*/v(\d{1,18})-[0-9a-f]{16}")
+"""The folders of `adapters`."""
+_BEAM = re.compile(r"-beam-\d+$")
+_ORDINAL = re.compile(r"[-_](\d{1,9})$")
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -28,32 +42,127 @@ def route_path(scope: Message) -> str:
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
+class Live:
+    """A label that was live, and the one that came after it. Old ones are freed when no request refers to them."""
+
+    __slots__ = ("label", "next")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.next: Live | None = None
+
+    def labels(self) -> list[str]:
+        """This label and all that have been live since."""
+        labels, live = [self.label], self.next
+        while live is not None:
+            labels.append(live.label)
+            live = live.next
+        return labels
+
+
 class Labels:
-    """The label of the live version; `none` before the first one."""
+    """The label of the live version; `none` before the first one. `is_switching`: another one is being written."""
 
     def __init__(self) -> None:
-        self.current = _NONE
+        self.live = Live(_NONE)
+        self.is_switching = False
+        self._switched = asyncio.Condition()
+
+    @property
+    def current(self) -> str:
+        return self.live.label
+
+    @current.setter
+    def current(self, label: str) -> None:
+        self.live.next = Live(label)
+        self.live = self.live.next
+
+    @property
+    def version(self) -> int | None:
+        """The live version; None before the first one, and while another one is being written."""
+        return None if self.is_switching or self.current == _NONE else int(self.current)
+
+    async def end_switch(self) -> None:
+        """Wake up those who wait for a version."""
+        async with self._switched:
+            self.is_switching = False
+            self._switched.notify_all()
+
+    async def wait_for(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until a switch ends after which `is_met` returns true; false if there is none in this time."""
+        if not is_met():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s), self._switched:
+                    await self._switched.wait_for(is_met)
+        return is_met()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens from `start` to before `end` of a completion, and the label of the version that produced them."""
+
+    label: str
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.start}-{self.end - 1}={self.label}"
 
 
 class Answer:
     """The versions of the tokens of one response."""
 
     def __init__(self) -> None:
-        self._labels: dict[tuple[str, int], list[str]] = {}
+        self._started: dict[tuple[str, int], str] = {}
+        """By request and completion: the version that was live at the first output."""
+        self._ended: dict[tuple[str, int], list[Span]] = {}
+        self._live: dict[tuple[str, int], list[str]] = {}
+        """With a release of vLLM that records no versions: those that were live since the request was sent."""
+        self.adapter: str | None = None
+        """The version of the adapter that the request names; None if that follows no feed."""
 
-    def note(self, output: Any, current: str) -> None:
-        """Read an output of vLLM. The last one of each completion has the versions of all its tokens."""
+    def note(self, output: Any, current: str, begun: Live) -> None:
+        """Read an output of vLLM. The last one of each completion has the versions of all its tokens.
+
+        `begun` was live when the request was sent. An output may arrive after the next switch, so that without vLLM's
+        record a token is from any version since then.
+        """
+        folder = _ADAPTER_FOLDER.fullmatch(getattr(output.lora_request, "lora_path", ""))
+        self.adapter = None if folder is None else folder[1]
         for completion in output.outputs:
             key = output.request_id, completion.index
-            if completion.weight_versions:
-                self._labels[key] = [_label(span.version) for span in completion.weight_versions]
-            else:
-                self._labels.setdefault(key, [current])
+            self._started.setdefault(key, current)
+            if not has_weight_versions(completion):
+                self._live[key] = begun.labels()
+            elif completion.weight_versions is not None:
+                spans = completion.weight_versions
+                self._ended[key] = [Span(_label(span.version), span.start, span.end) for span in spans]
 
     def versions(self, current: str) -> tuple[str, str]:
         """The oldest and the newest version; `current` twice if there is no token."""
-        ordered = sorted({label for labels in self._labels.values() for label in labels}, key=_number)
+        labels = {label for key, label in self._started.items() if not self._ended.get(key)}
+        labels |= {span.label for spans in self._ended.values() for span in spans}
+        labels |= {label for live in self._live.values() for label in live}
+        ordered = sorted(labels, key=_number)
         return (ordered[0], ordered[-1]) if ordered else (current, current)
+
+    def spans(self) -> str | None:
+        """The versions of all tokens, such as `0-11=3,12-15=4`, with `;` between the completions in their order.
+
+        None if vLLM has not reported them all, if they are not those of the answer (beam search), or for too many.
+        """
+        is_known = self._started.keys() == self._ended.keys()
+        if not is_known or not any(self._ended.values()) or any(_BEAM.search(request) for request, _ in self._ended):
+            return None
+        text = ";".join(",".join(map(str, self._ended[key])) for key in sorted(self._ended, key=_ordinal))
+        return text if len(text) <= _SPANS_MOST_BYTES else None
+
+
+def _ordinal(key: tuple[str, int]) -> tuple[int, int]:
+    """The place of a completion in its answer. vLLM numbers the requests of an answer with several prompts."""
+    request, completion = key
+    match = _ORDINAL.search(request)
+    return 0 if match is None else int(match[1]), completion
 
 
 _answer: ContextVar[Answer | None] = ContextVar("deltasync_answer", default=None)
@@ -64,11 +173,11 @@ def note_versions(client: Any, labels: Labels) -> None:
     generate = client.generate
 
     async def generate_and_note(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        answer = _answer.get()
+        answer, begun = _answer.get(), labels.live
         async with aclosing(generate(*args, **kwargs)) as outputs:
             async for output in outputs:
                 if answer is not None:
-                    answer.note(output, labels.current)
+                    answer.note(output, labels.current, begun)
                 yield output
 
     client.generate = generate_and_note
@@ -108,20 +217,24 @@ class _Response:
         first, last = self._answer.versions(self._labels.current)
         if self._start is not None:
             start, self._start = self._start, None
-            headers = [*start.get("headers", ()), *_headers(first, last)]
+            headers = [*start.get("headers", ()), (VERSION, first.encode())]
+            if self._answer.adapter is not None:
+                headers.append((ADAPTER, self._answer.adapter.encode()))
+            if first != last:
+                headers += [(FIRST, first.encode()), (LAST, last.encode())]
             self._is_stream = any(key == b"content-type" and value.startswith(_EVENTS) for key, value in headers)
+            if not self._is_stream:
+                headers += self._spans()
             await self._send({**start, "headers": headers})
         if self._is_stream and not message.get("more_body", False) and first != last:
             # The headers are sent by now. A line that starts with a colon is a comment, which clients ignore.
-            message = {**message, "body": message.get("body", b"") + b": %s: %s\n\n" % (LAST, last.encode())}
+            lines = [b": %s: %s\n" % header for header in [(LAST, last.encode()), *self._spans()]]
+            message = {**message, "body": message.get("body", b"") + b"".join(lines) + b"\n"}
         await self._send(message)
 
-
-def _headers(first: str, last: str) -> list[tuple[bytes, bytes]]:
-    headers = [(VERSION, first.encode())]
-    if first != last:
-        headers += [(FIRST, first.encode()), (LAST, last.encode())]
-    return headers
+    def _spans(self) -> list[tuple[bytes, bytes]]:
+        spans = self._answer.spans()
+        return [] if spans is None else [(SPANS, spans.encode())]
 
 
 def _label(weight_version: str) -> str:

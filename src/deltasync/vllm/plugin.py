@@ -1,6 +1,11 @@
 """In every process: the `vllm.general_plugins` entry point."""
 
+import logging
 from typing import Any
+
+from deltasync.vllm import caches
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "deltasync"
 
@@ -8,6 +13,7 @@ BACKEND = "deltasync"
 def register() -> None:
     """Register the backend. vLLM may call this several times in one process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
 
     if BACKEND in WeightTransferEngineFactory._registry:
@@ -15,6 +21,7 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, "deltasync.vllm.engine", "DeltasyncEngine")
     # The method that collective calls name. `--worker-extension-cls` would add it, too, but is one more flag to set.
     Worker.deltasync = _call_runtime
+    caches.install(EngineCore)
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -27,12 +34,20 @@ def is_used(config: Any) -> bool:
     return transfer is not None and transfer.backend == BACKEND
 
 
-def _call_runtime(worker: Any, method: str, *args: Any) -> Any:
-    """Call a method of the worker's `RuntimeWeights`."""
+def _call_runtime(worker: Any, method: str, *args: Any) -> dict[str, Any]:
+    """Call a method of the worker's `RuntimeWeights`; its `result`, or the `error` as text.
+
+    vLLM does not read the answers of the other workers after one that raises, and takes them for answers to the next
+    call. So nothing may be raised here.
+    """
     from vllm.config import set_current_vllm_config
 
-    with set_current_vllm_config(worker.vllm_config):
-        return getattr(worker.weight_transfer_engine.runtime, method)(*args)
+    try:
+        with set_current_vllm_config(worker.vllm_config):
+            return {"result": getattr(worker.weight_transfer_engine.runtime, method)(*args)}
+    except Exception as error:
+        logger.exception("a worker failed at %r", method)
+        return {"error": f"{type(error).__name__}: {error!s:.500}"}
 
 
 def keep_plain_weights() -> None:
@@ -40,10 +55,8 @@ def keep_plain_weights() -> None:
     import torch
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     pack = utils.dispatch_cpu_unquantized_gemm
-    set_up = UnquantizedFusedMoEMethod._setup_kernel
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
         if is_used(get_current_vllm_config_or_none()) and layer.weight.ndim == 2:
@@ -51,12 +64,4 @@ def keep_plain_weights() -> None:
         else:
             pack(layer, remove_weight)
 
-    def set_up_again(method: Any, layer: torch.nn.Module, **weights: torch.Tensor) -> None:
-        was_set_up = method.moe_kernel is not None
-        set_up(method, layer, **weights)
-        if was_set_up:
-            # vLLM packs only the first time, and would compute with plain weights after the second.
-            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
     utils.dispatch_cpu_unquantized_gemm = keep
-    UnquantizedFusedMoEMethod._setup_kernel = set_up_again

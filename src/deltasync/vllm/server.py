@@ -1,35 +1,40 @@
-"""In the API server: the `vllm.endpoint_plugins` entry point, its control routes, and the engine behind them."""
+"""In the API server: the `vllm.endpoint_plugins` entry point, and the engine behind it."""
 
 import asyncio
-import hmac
 import logging
+import os
+import signal
 import threading
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import Body, FastAPI
+from fastapi import FastAPI
 from starlette.datastructures import State
-from starlette.responses import JSONResponse
 
-from deltasync.errors import DeltasyncError, EngineError
-from deltasync.parallel import lower_priority
-from deltasync.replica import metrics
+from deltasync.errors import DeltasyncError, EngineError, InvalidInputError
 from deltasync.replica.follower import Follower
+from deltasync.replica.memory import memory_folder
 from deltasync.replica.target import Target
-from deltasync.vllm.labels import App, LabelMiddleware, Labels, Message, Receive, Send, note_versions, route_path
-from deltasync.vllm.settings import PauseMode, Settings, Way, memory_folder
+from deltasync.vllm.adapters import AdapterTarget, Load
+from deltasync.vllm.admission import VersionMiddleware
+from deltasync.vllm.architectures import warn_if_not_in_zoo
+from deltasync.vllm.caches import CacheSalts
+from deltasync.vllm.labels import LabelMiddleware, Labels, note_versions
+from deltasync.vllm.releases import check_pauses, warn_if_untested
+from deltasync.vllm.replica import Replica, Replicas
+from deltasync.vllm.routes import TokenMiddleware, add_routes
+from deltasync.vllm.settings import PauseMode, Settings
 from deltasync.vllm.target import VllmTarget
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "/deltasync"
-_STATUS_CODES = {"not_found": 404, "invalid_input": 400, "mismatch": 409, "store": 502, "engine": 503}
+EXIT_REFUSED = 3
+"""The exit code of a server that has refused its feed; the same as for mismatched data on the command line."""
 _TIMEOUT_S = 600.0
 """An engine that takes longer to answer has failed: loading a large model from host memory takes less."""
-_NICENESS = 10
 
 _T = TypeVar("_T")
 
@@ -46,12 +51,16 @@ class Endpoint:
     def __init__(self) -> None:
         self.labels = Labels()
         self._settings = Settings.from_environment()
-        self._replica: Replica | None = None
+        self._replicas: Replicas | None = None
         self._held = ExitStack()
+        self._app: FastAPI | None = None
+        self._is_serving = threading.Event()
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes and the middleware, and close the replica when the server shuts down."""
-        add_routes(app, lambda: self._replica)
+        self._app = app
+        add_routes(app, lambda: self._replicas)
+        app.add_middleware(VersionMiddleware, labels=self.labels, is_closing=lambda: self._server.should_exit)
         app.add_middleware(LabelMiddleware, labels=self.labels)
         app.add_middleware(TokenMiddleware, token=self._settings.token)
         serve = app.router.lifespan_context
@@ -59,6 +68,7 @@ class Endpoint:
         @asynccontextmanager
         async def serve_then_close(app: FastAPI) -> AsyncIterator[Any]:
             async with serve(app) as state:
+                self._is_serving.set()
                 try:
                     yield state
                 finally:
@@ -68,153 +78,124 @@ class Endpoint:
         app.router.lifespan_context = serve_then_close
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
-        """Start to follow the feed. Answers are labelled `none` until the first version is live."""
+        """Start to follow the feeds. Answers are labelled `none` until the first version is live."""
         if engine_client is None:
             return
+        import vllm
+
         _log_where_vllm_does()
         settings = self._settings
         if settings.token is None:
             logger.warning("DELTASYNC_TOKEN is not set: every request to the control routes is refused")
+        warn_if_untested(vllm.__version__)
+        warn_if_not_in_zoo(engine_client.vllm_config.model_config.architectures)
+        check_pauses(engine_client, vllm.__version__)
         note_versions(engine_client, self.labels)
-        engine = ServerEngine(engine_client, asyncio.get_running_loop(), pause=settings.pause, labels=self.labels)
         folder = self._held.enter_context(memory_folder())
-        target = VllmTarget(engine, folder=folder)
-        follower = Follower(
-            settings.feed,
-            target,
-            mirror=folder / "mirror.safetensors" if settings.mirror is None else settings.mirror,
-            base=settings.base,
-            replica=settings.replica,
-            scrub_s=settings.scrub_s,
-        )
-        self._replica = Replica(follower, target, way=settings.way)
-        self._held.callback(self._replica.close)
-        self._replica.start()
-
-
-class Replica:
-    """The follower of one server with its target. The methods that return a dictionary answer a route."""
-
-    def __init__(self, follower: Follower, target: Target, *, way: Way) -> None:
-        self.follower = follower
-        self._target = target
-        self._way: Way = way
-        self._unregister_metrics: Callable[[], None] = lambda: None
-
-    def start(self) -> None:
-        """Add the metrics to those of the server and, in `pull` mode, follow the feed in the background."""
-        try:
-            self._unregister_metrics = metrics.register(self.follower.status)
-        except ImportError:
-            logger.info("prometheus-client is not installed: the server has no metrics of deltasync")
-        if self._way == "pull":
-            # A thread inherits the priority of the thread that starts it, and that of the server must stay as it is.
-            starter = threading.Thread(target=self._start_with_low_priority)
-            starter.start()
-            starter.join()
-
-    def _start_with_low_priority(self) -> None:
-        # Where cores are few, generation goes before decoding.
-        lower_priority(_NICENESS)
-        self.follower.start()
-
-    def close(self) -> None:
-        """Finish the move in progress, stop, and release the feed and the mirror."""
-        self._unregister_metrics()
-        self.follower.close()
-
-    def status(self) -> dict[str, Any]:
-        return {**asdict(self.follower.status()), "engine": self._target.engine, "way": self._way}
-
-    def advance(self, to: int | None) -> dict[str, Any]:
-        moved = self.follower.advance(to=to)
-        return {"version": self._target.version, "moved": None if moved is None else asdict(moved)}
-
-    def scrub(self, *, repair: bool) -> dict[str, Any]:
-        damages = self.follower.scrub(repair=repair)
-        return {"version": self._target.version, "damaged": [asdict(damage) for damage in damages]}
-
-
-def add_routes(app: FastAPI, get_replica: Callable[[], Replica | None]) -> None:
-    """Add the control routes. `get_replica` returns None until the engine is up."""
-
-    async def answer(work: Callable[[Replica], dict[str, Any]]) -> JSONResponse:
-        try:
-            replica = get_replica()
-            if replica is None:
-                raise EngineError("the server is not up yet", hint="try again")
-            return JSONResponse(await asyncio.to_thread(work, replica))
-        except DeltasyncError as error:
-            fields = {"kind": error.kind, "message": error.message, "hint": error.hint, "rule": error.rule}
-            return JSONResponse({"error": fields}, status_code=_STATUS_CODES.get(error.kind, 500))
-
-    async def act(work: Callable[[Follower], None]) -> JSONResponse:
-        def act_and_report(replica: Replica) -> dict[str, Any]:
-            work(replica.follower)
-            return replica.status()
-
-        return await answer(act_and_report)
-
-    @app.get(f"{PREFIX}/status")
-    async def status() -> JSONResponse:
-        return await answer(Replica.status)
-
-    @app.post(f"{PREFIX}/advance")
-    async def advance(to: int | None = Body(None, embed=True)) -> JSONResponse:
-        return await answer(lambda replica: replica.advance(to))
-
-    @app.post(f"{PREFIX}/scrub")
-    async def scrub(repair: bool = Body(True, embed=True)) -> JSONResponse:
-        return await answer(lambda replica: replica.scrub(repair=repair))
-
-    @app.post(f"{PREFIX}/pin")
-    async def pin(version: int | None = Body(None, embed=True)) -> JSONResponse:
-        return await act(lambda follower: follower.pin(version))
-
-    @app.post(f"{PREFIX}/pause")
-    async def pause() -> JSONResponse:
-        return await act(Follower.pause)
-
-    @app.post(f"{PREFIX}/resume")
-    async def resume() -> JSONResponse:
-        return await act(Follower.resume)
-
-    @app.post(f"{PREFIX}/nudge")
-    async def nudge() -> JSONResponse:
-        return await act(Follower.nudge)
-
-
-class TokenMiddleware:
-    """ASGI middleware: without the token, every path under the prefix is 401, whether it exists or not."""
-
-    def __init__(self, app: App, token: str | None) -> None:
-        self._app = app
-        self._token = token
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        path = route_path(scope)
-        is_ours = path == PREFIX or path.startswith(f"{PREFIX}/")
-        if scope["type"] in ("http", "websocket") and is_ours and not self._is_allowed(scope):
-            answer = JSONResponse(
-                {"error": {"kind": "unauthorized"}}, status_code=401, headers={"www-authenticate": "Bearer"}
+        loop = asyncio.get_running_loop()
+        weights = None
+        if settings.feed is not None:
+            salts = await _salts(engine_client) if settings.cache == "keep" else None
+            engine = ServerEngine(engine_client, loop, pause=settings.pause, labels=self.labels, salts=salts)
+            target = VllmTarget(engine, folder=folder)
+            mirror = folder / "mirror.safetensors" if settings.mirror is None else settings.mirror
+            weights = self._following(
+                settings.feed, target, mirror, base=settings.base, scrub_s=settings.scrub_s, has_metrics=True
             )
-            await answer(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        adapters = {}
+        for name, feed in settings.adapters.items():
+            load = adapter_loader(engine_client, state.openai_serving_models, loop, name)
+            own = folder / f"adapter-{name}"
+            own.mkdir()
+            adapter = AdapterTarget(name, load, folder=own)
+            adapters[name] = self._following(feed, adapter, own / "mirror.safetensors", has_metrics=False)
+        self._replicas = Replicas(weights, adapters)
+        for replica in (*adapters.values(), *([] if weights is None else [weights])):
+            replica.start()
 
-    def _is_allowed(self, scope: Message) -> bool:
-        given = b"".join(value for key, value in scope["headers"] if key == b"authorization")
-        return self._token is not None and hmac.compare_digest(given, b"Bearer " + self._token.encode())
+    def _following(
+        self,
+        feed: str,
+        target: Target,
+        mirror: Path,
+        *,
+        base: Path | None = None,
+        scrub_s: float | None = None,
+        has_metrics: bool,
+    ) -> Replica:
+        """A replica that is closed when the server shuts down."""
+        settings = self._settings
+        follower = Follower(feed, target, mirror=mirror, base=base, replica=settings.replica, scrub_s=scrub_s)
+        replica = Replica(
+            follower,
+            target,
+            way=settings.way,
+            ready_s=settings.ready_s,
+            has_metrics=has_metrics,
+            on_refused=self._end_if_refused,
+        )
+        self._held.callback(replica.close)
+        return replica
+
+    def _end_if_refused(self, error: DeltasyncError) -> None:
+        """Shut the server down as a signal does, with an exit code of its own. Called in the thread that follows."""
+        if self._settings.on_refused == "serve":
+            logger.error("the server stays at its version, and is not ready")
+            return
+        logger.error("the server ends with exit code %d; DELTASYNC_ON_REFUSED=serve keeps it", EXIT_REFUSED)
+        # Before that, vLLM takes the signal for an interrupt, and this replica would not be closed.
+        self._is_serving.wait()
+        server = self._server
+        shutdown = server.shutdown
+
+        async def shutdown_and_exit(*args: Any) -> None:
+            # This is the last that vLLM's main coroutine waits for; it would return and exit with 0.
+            await shutdown(*args)
+            raise SystemExit(EXIT_REFUSED)
+
+        server.shutdown = shutdown_and_exit
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    @property
+    def _server(self) -> Any:
+        """Uvicorn's server, once there are requests."""
+        assert self._app is not None
+        return self._app.state.server
+
+
+async def _salts(client: Any) -> CacheSalts:
+    """Salts for the requests of a server. InvalidInputError if its KV comes from elsewhere, too."""
+    if client.vllm_config.kv_transfer_config is not None:
+        raise InvalidInputError(
+            "DELTASYNC_CACHE=keep does not work with a KV connector, which brings KV of other versions",
+            hint="use DELTASYNC_CACHE=clear, or leave --kv-transfer-config out",
+        )
+    salts = CacheSalts(client)
+    # A core that lacks the method fails here, and not at the first switch.
+    await salts.renew()
+    return salts
 
 
 class ServerEngine:
-    """An `Engine` over vLLM's engine client, whose coroutines run in the server's event loop."""
+    """An `Engine` over vLLM's engine client, whose coroutines run in the server's event loop.
 
-    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, *, pause: PauseMode, labels: Labels) -> None:
+    `salts`: keep the caches over a switch, with a new salt; None clears them.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        pause: PauseMode,
+        labels: Labels,
+        salts: CacheSalts | None = None,
+    ) -> None:
         self._client = client
         self._loop = loop
         self._pause: PauseMode = pause
         self._labels = labels
+        self._salts = salts
 
     @property
     def name(self) -> str:
@@ -222,38 +203,70 @@ class ServerEngine:
 
         return f"vllm {vllm.__version__}"
 
-    @property
-    def checkpoint(self) -> str:
-        return str(self._client.vllm_config.model_config.model)
-
     def call(self, method: str, *args: Any) -> list[Any]:
-        results: list[Any] = self._wait(self._client.collective_rpc("deltasync", args=(method, *args)), method)
-        return results
+        work = self._client.collective_rpc("deltasync", args=(method, *args))
+        answers: list[dict[str, Any]] = _wait(self._loop, work, method)
+        for answer in answers:
+            if "error" in answer:
+                raise EngineError(
+                    f"a worker of vLLM failed at {method!r}: {answer['error']}",
+                    hint="look at the server's log; restart it if it does not recover",
+                )
+        return [answer["result"] for answer in answers]
 
     def pause(self) -> None:
-        self._wait(self._client.pause_generation(mode=self._pause, clear_cache=True), "pause")
+        self._labels.is_switching = True
+        work = self._client.pause_generation(mode=self._pause, clear_cache=self._salts is None)
+        _wait(self._loop, work, "pause")
 
     def resume(self) -> None:
-        self._wait(self._client.resume_generation(), "resume")
+        _wait(self._loop, self._resume(), "resume")
+
+    async def _resume(self) -> None:
+        if self._salts is not None:
+            await self._salts.renew()
+        await self._client.resume_generation()
+        await self._labels.end_switch()
 
     def label(self, version: int) -> None:
-        self._wait(self._client.update_weight_version(str(version)), "label")
+        _wait(self._loop, self._client.update_weight_version(str(version)), "label")
         self._labels.current = str(version)
 
-    def _wait(self, work: Awaitable[_T], what: str) -> _T:
-        async def done() -> _T:
-            return await work
 
-        future = asyncio.run_coroutine_threadsafe(done(), self._loop)
-        try:
-            return future.result(_TIMEOUT_S)
-        # vLLM passes on whatever its parts raise. In each case the engine did not do what it was asked to do.
-        except Exception as error:
-            future.cancel()
-            raise EngineError(
-                f"vLLM failed at {what!r}: {type(error).__name__}: {error!s:.500}",
-                hint="look at the server's log; restart it if it does not recover",
-            ) from error
+def adapter_loader(client: Any, models: Any, loop: asyncio.AbstractEventLoop, name: str) -> Load:
+    """A function that loads folders into vLLM under the name of an adapter. `models` are those of the API server."""
+    from vllm.lora.request import LoRARequest
+
+    def load(folder: Path) -> None:
+        # An id of its own for each version: vLLM then loads it beside the one that requests in flight use.
+        request = LoRARequest(name, models.lora_id_counter.inc(1), str(folder))
+        hint = "start the server with --enable-lora, and with --max-lora-rank of at least the adapter's rank"
+        if not _wait(loop, client.add_lora(request), f"load the adapter {name}", hint=hint):
+            raise EngineError(f"vLLM did not load the adapter {name!r:.80}", hint="look at the server's log")
+        loop.call_soon_threadsafe(models.lora_requests.__setitem__, name, request)
+
+    return load
+
+
+def _wait(
+    loop: asyncio.AbstractEventLoop,
+    work: Awaitable[_T],
+    what: str,
+    *,
+    hint: str = "look at the server's log; restart it if it does not recover",
+) -> _T:
+    """The result of a coroutine of vLLM's client, from another thread than that of the event loop."""
+
+    async def done() -> _T:
+        return await work
+
+    future = asyncio.run_coroutine_threadsafe(done(), loop)
+    try:
+        return future.result(_TIMEOUT_S)
+    # vLLM passes on whatever its parts raise. In each case the engine did not do what it was asked to do.
+    except Exception as error:
+        future.cancel()
+        raise EngineError(f"vLLM failed at {what!r}: {type(error).__name__}: {error!s:.500}", hint=hint) from error
 
 
 def _log_where_vllm_does() -> None:

@@ -1,28 +1,30 @@
-"""In the API server: its settings, from the environment, and its folder in shared memory."""
+"""In the API server: its settings, from the environment."""
 
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 from deltasync.errors import InvalidInputError
-from deltasync.files import locked
 
 PauseMode = Literal["keep", "abort", "wait"]
 Way = Literal["pull", "push"]
+CachePolicy = Literal["clear", "keep"]
+OnRefused = Literal["exit", "serve"]
 
 _PREFIX = "DELTASYNC_"
 _OFF = "off"
+_ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The `DELTASYNC_*` variables.
 
+    `feed`: the feed of the weights; None if the server follows only adapters.
+    `adapters`: feeds of LoRA adapters, by the name that requests use.
     `token`: what the control routes require; without one they refuse every request.
     `way`: with `pull` the server follows the feed, with `push` it moves only on `POST /deltasync/advance`.
     `pause`: what happens to the requests in flight at a switch.
@@ -30,16 +32,24 @@ class Settings:
     `base`: a local copy of the checkpoint that the feed began with.
     `replica`: the id in heartbeats; random by default.
     `scrub_s`: compare live memory with the mirror about once in this many seconds; None does not.
+    `cache`: with `clear`, no KV outlives a switch; with `keep`, requests in flight go on with theirs.
+    `on_refused`: what a server does that follows a feed and refuses it for good.
+    `ready_s`: a server that follows is ready while its version was the newest at most this many seconds ago; None sets
+    no bound.
     """
 
-    feed: str
-    token: str | None = None
+    feed: str | None
+    token: str | None = field(default=None, repr=False)
     way: Way = "pull"
     pause: PauseMode = "keep"
     mirror: Path | None = None
     base: Path | None = None
     replica: str | None = None
     scrub_s: float | None = 3600.0
+    cache: CachePolicy = "clear"
+    on_refused: OnRefused = "exit"
+    ready_s: float | None = 300.0
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Settings":
@@ -49,10 +59,10 @@ class Settings:
             for name, value in environment.items()
             if name.startswith(_PREFIX) and value
         }
-        if "feed" not in values:
+        if values.keys().isdisjoint({"feed", "adapters"}):
             raise InvalidInputError("DELTASYNC_FEED is not set", hint="set it to the URL of the feed to follow")
         return cls(
-            feed=values["feed"],
+            feed=values.get("feed"),
             token=values.get("token"),
             way=cast(Way, _one_of("way", values.get("way", "pull"), get_args(Way))),
             pause=cast(PauseMode, _one_of("pause", values.get("pause", "keep"), get_args(PauseMode))),
@@ -60,7 +70,21 @@ class Settings:
             base=Path(values["base"]) if "base" in values else None,
             replica=values.get("replica"),
             scrub_s=_seconds("scrub_s", values.get("scrub_s", "3600")),
+            cache=cast(CachePolicy, _one_of("cache", values.get("cache", "clear"), get_args(CachePolicy))),
+            on_refused=cast(OnRefused, _one_of("on_refused", values.get("on_refused", "exit"), get_args(OnRefused))),
+            ready_s=_seconds("ready_s", values.get("ready_s", "300")),
+            adapters=_adapters(values.get("adapters", "")),
         )
+
+
+def _adapters(value: str) -> dict[str, str]:
+    adapters: dict[str, str] = {}
+    for pair in value.split():
+        name, _, url = pair.partition("=")
+        if not _ADAPTER.fullmatch(name) or not url or name in adapters:
+            raise _wrong("adapters", value, "NAME=URL pairs, each name once, with a space between two pairs")
+        adapters[name] = url
+    return adapters
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -83,39 +107,3 @@ def _seconds(name: str, value: str) -> float | None:
 
 def _wrong(name: str, value: str, wanted: str) -> InvalidInputError:
     return InvalidInputError(f"{_PREFIX}{name.upper()} is {value!r:.80}", hint=f"set it to {wanted}")
-
-
-@contextmanager
-def memory_folder(parent: Path | None = None) -> Iterator[Path]:
-    """A new private folder, which is removed at the end of the block.
-
-    It is in shared memory where the system has that, unless a `parent` is given.
-    """
-    place = _shared_memory() if parent is None else parent
-    # A killed server cannot clean up, and its mirror is as large as the model: a second one would fill the memory.
-    prefix = f"deltasync-{os.getuid()}"
-    with ExitStack() as held:
-        with locked(place / prefix, wait=True):
-            _remove_abandoned(place, prefix)
-            folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=place))
-            held.enter_context(locked(_lock_of(folder)))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_abandoned(place: Path, prefix: str) -> None:
-    """Remove the folders of processes that have ended: the system has released their locks."""
-    for folder in place.glob(f"{prefix}-*/"):
-        with suppress(InvalidInputError), locked(_lock_of(folder)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _lock_of(folder: Path) -> Path:
-    return folder / "used"
-
-
-def _shared_memory() -> Path:
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() else Path(tempfile.gettempdir())

@@ -15,8 +15,8 @@ from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Bits, Changes, Weights, tensor_parts
 from deltasync.replica.target import Damage, Staged
 from deltasync.torch.tensors import bits_dtype, torch_dtype
+from deltasync.vllm.copies import Copy, Indices, is_covered
 from deltasync.vllm.stage import Segment, segments, write_stage
-from deltasync.vllm.tracing import Copy, Indices, is_covered
 
 logger = logging.getLogger(__name__)
 
@@ -25,28 +25,33 @@ _HINT = "serve the model that is trained, in the same layout"
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What one worker reports: its copies by tensor, and the element type of each of its storages."""
+    """What one worker reports.
+
+    `copies`: where the elements of each tensor are. `computed`: tensors that the worker also computes with.
+    `types`: the element type of each of its spans. `elements`: how many elements of memory depend on the tensors.
+    """
 
     copies: Mapping[str, Sequence[Copy]]
-    errors: Mapping[str, str]
-    computed: Sequence[str]
-    unfilled: Sequence[str]
+    computed: frozenset[str]
     types: Sequence[torch.dtype]
+    elements: int
 
     @classmethod
     def from_json(cls, description: Mapping[str, Any]) -> "Rank":
-        """The worker that `RuntimeWeights.describe` describes."""
+        """The worker that `RuntimeWeights.describe` describes; MismatchError if it refuses the tensors."""
+        if "refused" in description:
+            message, rule, hint = description["refused"]
+            raise MismatchError(message, rule=rule, hint=hint)
         return cls(
             {name: [Copy.from_json(fields) for fields in copies] for name, copies in description["copies"].items()},
-            description["errors"],
-            description["computed"],
-            description["unfilled"],
+            frozenset(description["computed"]),
             [getattr(torch, name) for name in description["types"]],
+            description["elements"],
         )
 
 
 class EngineMap:
-    """The tensors that are written through the map, and where their changes go. vLLM's loader takes the others.
+    """Where the changes of each tensor go, and which changes need memory that only vLLM's own code can compute.
 
     `is_whole`: these are all workers of the engine, so every element must be in one of them.
     """
@@ -55,62 +60,49 @@ class EngineMap:
         self.layout = layout
         self._ranks = tuple(ranks)
         self._is_whole = is_whole
-        self._known = {
-            spec.name
-            for spec in layout.tensors
-            if self._is_copied(spec.name) and (not is_whole or is_covered(spec.elements, self._copies(spec.name)))
-        }
+        self._computed = frozenset[str]().union(*(rank.computed for rank in ranks))
 
     def require_served(self) -> None:
-        """MismatchError if the feed is of another model; it names a tensor that does not fit or is missing."""
+        """MismatchError if the workers hold a part of a tensor only, or other types; it names the tensor."""
+        ignored = []
         for spec in self.layout.tensors:
-            for rank in self._ranks:
-                if spec.name in rank.errors and not any(spec.name in other.copies for other in self._ranks):
-                    raise _other_model(f"the model does not take {spec}: {rank.errors[spec.name]}")
-            self._require_fits(spec)
-        unfilled = set(self._ranks[0].unfilled).intersection(*(rank.unfilled for rank in self._ranks))
-        if unfilled:
-            raise _other_model(f"the feed has nothing for the model's parameter {min(unfilled)!r:.200}")
-
-    def _require_fits(self, spec: TensorSpec) -> None:
-        """MismatchError for a tensor that the loader would silently cut, or cast between integers and floats."""
-        copies = self._copies(spec.name)
-        if self._is_whole and self._is_copied(spec.name) and any(copies) and not is_covered(spec.elements, copies):
-            raise _other_model(f"the model takes only a part of {spec}")
-        for rank in self._ranks:
-            for copy in rank.copies.get(spec.name, ()):
-                stored = rank.types[copy.storage]
-                if torch_dtype(spec.dtype).is_floating_point != stored.is_floating_point:
-                    raise _other_model(f"the model has {stored} in place of {spec}")
-
-    def keep(self, proved: Iterable[str]) -> None:
-        """Use the map only for these tensors."""
-        self._known &= set(proved)
-
-    def is_known(self, ordinal: int) -> bool:
-        """Whether a tensor is written through the map."""
-        return self.layout.tensors[ordinal].name in self._known
+            copies = [rank.copies.get(spec.name, ()) for rank in self._ranks]
+            stored = {rank.types[copy.storage] for rank in self._ranks for copy in rank.copies.get(spec.name, ())}
+            for other in stored:
+                if torch_dtype(spec.dtype).is_floating_point != other.is_floating_point:
+                    raise _other_model(f"the model has {other} in place of {spec}")
+            if stored and self._is_whole and not is_covered(spec.elements, copies):
+                raise _other_model(f"the model takes only a part of {spec}")
+            if not stored and spec.elements and spec.name not in self._computed:
+                ignored.append(spec.name)
+        if ignored and len(ignored) == len(self.layout.tensors):
+            raise _other_model(f"the model takes none of the tensors, such as {ignored[0]!r:.200}")
+        if ignored and self._is_whole:
+            logger.warning("the model has no use for %d tensors of the feed, such as %r", len(ignored), ignored[0])
 
     @property
     def ranks(self) -> int:
         return len(self._ranks)
 
     @property
-    def known(self) -> list[int]:
-        return [ordinal for ordinal in range(len(self.layout.tensors)) if self.is_known(ordinal)]
+    def elements(self) -> int:
+        """How many elements of memory depend on the tensors, in all workers together."""
+        return sum(rank.elements for rank in self._ranks)
 
     @property
-    def unknown(self) -> list[str]:
-        return [spec.name for spec in self.layout.tensors if spec.name not in self._known]
+    def has_computed(self) -> bool:
+        """Whether there is memory that depends on weights in another way than by copies."""
+        return bool(self._computed)
 
-    def touched_unknown(self, changes: Iterable[Changes]) -> list[str]:
-        """The changed tensors that the loader has to take. A block also covers tensors without changes."""
-        ordinals: set[int] = set()
-        for block in changes:
+    def touches_computed(self, changes: Iterable[Changes]) -> bool:
+        """Whether such memory depends on the changed tensors. A block also covers tensors without changes."""
+        for block in changes if self._computed else ():
             ends = np.cumsum(block.runs[:, 2])
             cuts = ends if block.positions is None else np.searchsorted(block.positions, ends)
-            ordinals.update(block.runs[np.diff(cuts, prepend=0) > 0, 0].tolist())
-        return [self.layout.tensors[o].name for o in sorted(ordinals) if not self.is_known(o)]
+            ordinals = set(block.runs[np.diff(cuts, prepend=0) > 0, 0].tolist())
+            if any(self.layout.tensors[ordinal].name in self._computed for ordinal in ordinals):
+                return True
+        return False
 
     def segments(self, rank: int, changes: Sequence[Changes]) -> Iterator[Segment]:
         """What the worker `rank` has to write; where changes overlap, the last one wins."""
@@ -118,8 +110,6 @@ class EngineMap:
         for block in changes:
             for ordinal, indices, values in tensor_parts(self.layout, block):
                 spec = self.layout.tensors[ordinal]
-                if spec.name not in self._known:
-                    continue
                 wide = indices.astype(np.int64)
                 for copy in self._ranks[rank].copies.get(spec.name, ()):
                     which, places = copy.locate(wide)
@@ -127,13 +117,6 @@ class EngineMap:
                     writes.setdefault(copy.storage, []).append((places, bits))
         for storage, pairs in writes.items():
             yield from segments(storage, pairs)
-
-    def _is_copied(self, name: str) -> bool:
-        """Whether the loaders only copy a tensor."""
-        return not any(name in rank.errors or name in rank.computed for rank in self._ranks)
-
-    def _copies(self, name: str) -> list[Sequence[Copy]]:
-        return [rank.copies.get(name, ()) for rank in self._ranks]
 
 
 def _as_stored(spec: TensorSpec, values: Bits, stored: torch.dtype) -> Bits:
@@ -155,11 +138,6 @@ class Engine(Protocol):
     @property
     def name(self) -> str:
         """The engine and its release, for status and heartbeats."""
-        ...
-
-    @property
-    def checkpoint(self) -> str:
-        """The checkpoint that the model was loaded from."""
         ...
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -192,9 +170,10 @@ class VllmTarget:
         self._folder = folder
         self._is_whole = is_whole
         self._map: EngineMap | None = None
-        self._is_proved = False
         self._version: int | None = None
         self._mirror = ""
+        self._compared: dict[int, int] = {}
+        """By tensor: how many elements of memory its last comparison read, in all workers together."""
 
     @property
     def engine(self) -> str:
@@ -206,11 +185,16 @@ class VllmTarget:
 
     @property
     def reads_mirror(self) -> bool:
-        """Whether there are tensors that vLLM's loader reads from the mirror."""
-        return self._map is not None and bool(self._map.unknown)
+        """Whether the workers compute something from the mirror at every change."""
+        return self._map is not None and self._map.has_computed
+
+    @property
+    def unseen_elements(self) -> int:
+        """Memory that depends on the weights, and that the workers have not yet reported as compared."""
+        return 0 if self._map is None else self._map.elements - sum(self._compared.values())
 
     def require(self, layout: Layout) -> None:
-        """Build the map, and prove it against the checkpoint that the engine has loaded."""
+        """Build the map. The live model is only looked at."""
         if self._map is not None:
             if self._map.layout != layout:
                 raise MismatchError(
@@ -222,22 +206,21 @@ class VllmTarget:
         ranks = [Rank.from_json(description) for description in self._engine.call("describe", layout.to_json())]
         new = EngineMap(layout, ranks, is_whole=self._is_whole)
         new.require_served()
-        missing = {name for names in self._engine.call("missing", self._engine.checkpoint) for name in names}
-        if missing:
-            raise _other_model(f"the feed lacks {min(missing)!r:.200}, which the model was loaded with")
-        self._is_proved = self._prove(new, self._engine.call("prove", self._engine.checkpoint))
+        if new.has_computed:
+            logger.warning("vLLM computes a part of this model from its weights: that part is computed at each switch")
         self._map = new
 
     def stage(self, staged: Staged) -> None:
-        """Translate the changes to the memory of each worker, and let the workers read them."""
+        """Translate the changes to the memory of each worker, and let the workers read or compute them."""
         self._mirror = str(staged.path)
-        if staged.changes is None:
-            return
         known = self._require_map()
-        paths = [self._folder / f"stage-{rank}.safetensors" for rank in range(known.ranks)]
-        for rank, path in enumerate(paths):
-            write_stage(path, known.segments(rank, staged.changes))
-        self._engine.call("prepare", [str(path) for path in paths])
+        if staged.changes is not None:
+            paths = [self._folder / f"stage-{rank}.safetensors" for rank in range(known.ranks)]
+            for rank, path in enumerate(paths):
+                write_stage(path, known.segments(rank, staged.changes))
+            self._engine.call("prepare", [str(path) for path in paths])
+        if known.has_computed and (staged.changes is None or known.touches_computed(staged.changes)):
+            self._engine.call("refresh", self._mirror)
 
     def commit(self, staged: Staged) -> float:
         """Pause, write, label, resume."""
@@ -257,69 +240,35 @@ class VllmTarget:
         return time.perf_counter() - started
 
     def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
-        """Compare live memory with the mirror; tensors that the map does not know are skipped.
+        """Compare live memory with the mirror, and what was computed from it with a twin.
 
         Only a repair pauses the engine: the caches were computed with damaged weights and must be cleared.
         """
-        known = self._require_map()
-        ordinals = [ordinal for ordinal in tensors if known.is_known(ordinal)]
-        differing = self._compare(ordinals, repair=False)
+        differing = self._compare(tensors, repair=False)
         if differing and repair:
             version, self._version = self._version, None
             self._engine.pause()
-            self._compare(sorted(differing), repair=True)
+            self._compare(tensors, repair=True)
             self._engine.resume()
             self._version = version
-        return [Damage(known.layout.tensors[ordinal].name, count) for ordinal, count in sorted(differing.items())]
+        return [Damage(name, count) for name, count in sorted(differing.items())]
 
     def _write(self, staged: Staged) -> None:
-        known = self._require_map()
         if staged.changes is not None:
             self._engine.call("scatter")
-            self._load(known.touched_unknown(staged.changes))
-        elif self._is_proved:
-            self._engine.call("copy", self._mirror, known.known)
-            self._load(known.unknown)
         else:
-            # The loader is the only proof of the map here: tensors that it puts elsewhere are left to it.
-            self._load([spec.name for spec in known.layout.tensors])
-            differing = self._compare(known.known, repair=False)
-            self._keep(known, [t.name for ordinal, t in enumerate(known.layout.tensors) if ordinal not in differing])
-            self._is_proved = True
+            self._engine.call("copy", self._mirror, list(range(len(self._require_map().layout.tensors))))
 
-    def _load(self, names: Sequence[str]) -> None:
-        if names:
-            self._engine.call("load", self._mirror, list(names))
-
-    def _compare(self, ordinals: Sequence[int], *, repair: bool) -> dict[int, int]:
+    def _compare(self, ordinals: Sequence[int], *, repair: bool) -> dict[str, int]:
         """The number of differing elements by tensor, in all workers together."""
-        differing: dict[int, int] = {}
-        for counts in self._engine.call("compare", self._mirror, list(ordinals), repair):
-            for ordinal, count in counts:
-                differing[ordinal] = differing.get(ordinal, 0) + count
+        differing: dict[str, int] = {}
+        self._compared |= dict.fromkeys(ordinals, 0)
+        for compared in self._engine.call("compare", self._mirror, list(ordinals), repair):
+            for ordinal, elements in compared["elements"]:
+                self._compared[ordinal] += elements
+            for name, count in compared["differing"].items():
+                differing[name] = differing.get(name, 0) + count
         return differing
-
-    def _prove(self, known: EngineMap, names_by_rank: Sequence[list[str] | None]) -> bool:
-        """Keep what every worker has proved; False if the checkpoint is not available to prove the map with."""
-        proved = [set(names) for names in names_by_rank if names is not None]
-        if len(proved) != len(names_by_rank):
-            logger.info(
-                "%s is not available to prove the map with: vLLM's loader takes all of the first version",
-                self._engine.checkpoint,
-            )
-            return False
-        self._keep(known, set.intersection(*proved))
-        return True
-
-    def _keep(self, known: EngineMap, names: Iterable[str]) -> None:
-        known.keep(names)
-        if known.unknown:
-            logger.warning(
-                "%d of %d tensors are not in memory as they were loaded, such as %r: vLLM's loader takes them",
-                len(known.unknown),
-                len(known.layout.tensors),
-                known.unknown[0],
-            )
 
     def _require_map(self) -> EngineMap:
         if self._map is None:

@@ -1,29 +1,53 @@
 """In the worker processes: the live weights of one worker, read and written in checkpoint coordinates.
 
-The caller of `scatter`, `copy` and `load` has paused the engine.
+The caller of `scatter` and `copy` has paused the engine.
 """
 
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from deltasync.checkpoint import open_checkpoint
-from deltasync.errors import CorruptError, DeltasyncError, InvalidInputError
+from deltasync.errors import CorruptError, EngineError, InvalidInputError, MismatchError
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.weights import Bits, Region, Weights
 from deltasync.kernels import kernels
 from deltasync.torch.tensors import bits_dtype, torch_dtype
+from deltasync.vllm.copies import Copy
+from deltasync.vllm.memory import Memory
+from deltasync.vllm.probes import NamedTensors, explain
 from deltasync.vllm.stage import SEGMENT_ELEMENTS, Segment, read_stage
-from deltasync.vllm.tracing import Copy, Storages, Trace, trace
+from deltasync.vllm.twins import Window
+
+logger = logging.getLogger(__name__)
 
 _COMPARE_ELEMENTS = 1 << 24
 """Elements that are compared in one call, which bounds the temporary memory on an accelerator."""
+_SAMPLE_ELEMENTS = 1 << 12
+"""Elements of each segment that are read back after a scatter."""
+
+
+class ModelBuilder(Protocol):
+    """Builds twins of the served model."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the model is served in."""
+        ...
+
+    def windows(self, layout: Layout) -> list[Window]:
+        """The parts of the model that can be built, each without the others."""
+        ...
+
+    def build(self, weights: NamedTensors, window: Window) -> torch.nn.Module:
+        """One part, loaded with these weights and processed."""
+        ...
 
 
 class RuntimeWeights:
@@ -32,128 +56,164 @@ class RuntimeWeights:
     The map that `describe` builds is valid while the model keeps its memory, which vLLM's graphs rely on, too.
     """
 
-    def __init__(self, model: torch.nn.Module, model_config: Any, rank: int) -> None:
+    def __init__(self, model: torch.nn.Module, twins: ModelBuilder, rank: int) -> None:
         self._model = model
+        self._twins = twins
         self._rank = rank
-        self._model_config = model_config
         self._layout = Layout(())
-        self._storages = Storages(model)
-        self._trace = Trace()
+        self._memory: Memory | None = None
+        self._copies: dict[str, list[Copy]] = {}
+        self._computed: list[tuple[Window, list[int]]] = []
+        """The windows with spans that only vLLM's own code can fill, and these spans."""
         self._mirror: tuple[str, Weights] | None = None
         self._staged: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._refreshed: list[tuple[int, torch.Tensor]] = []
 
     def describe(self, layout: list[Any]) -> dict[str, Any]:
-        """Trace how the model loads tensors of this layout. Nothing is written."""
+        """Find out where the tensors of this layout are in memory. Nothing of the live model is written.
+
+        If the model cannot be served with such tensors, the description has only the reason, as `refused`: an
+        exception would not reach the API server as it is.
+        """
         self._layout = Layout.from_json(layout)
-        self._storages = Storages(self._model)
-        self._trace = trace(self._model, self._layout, self._storages)
-        parameters = [(name, self._storages.ordinal(p)) for name, p in self._model.named_parameters()]
+        self._memory = live = Memory(self._model)
+        before = live.sums()
+        try:
+            elements = self._explain(live)
+        except MismatchError as error:
+            return {"refused": [error.message, error.rule, error.hint]}
+        finally:
+            if Memory(self._model).sums() != before:
+                raise EngineError(
+                    "the live model changed while twins of it were built",
+                    hint="restart the server, and report the model and the arguments of the server",
+                )
         return {
-            "copies": {name: [c.to_json() for c in copies] for name, copies in self._trace.copies.items()},
-            "errors": self._trace.errors,
-            "computed": sorted(self._trace.computed),
-            "unfilled": self._trace.unfilled(parameters),
-            "types": [str(flat.dtype).removeprefix("torch.") for flat in self._storages.flat],
+            "copies": {name: [c.to_json() for c in copies] for name, copies in self._copies.items()},
+            "computed": [spec.name for window, _ in self._computed for spec in window.tensors],
+            "types": [str(span.flat.dtype).removeprefix("torch.") for span in live.spans],
+            "elements": elements,
         }
 
-    def prove(self, checkpoint: str) -> list[str] | None:
-        """The tensors that are in memory where the map says, by the loaded checkpoint; None if that is not available.
-
-        This detects what vLLM rearranges after loading (packed, transposed, quantized weights).
-        """
-        truth = _opened(checkpoint)
-        if truth is None:
-            return None
-        loaded = {spec.name: (spec, bits) for spec, bits in zip(truth.layout.tensors, truth.arrays, strict=True)}
-        # The feed may have another type: only the positions of the elements are checked here.
-        common = [spec for spec in self._layout.tensors if spec.name in loaded]
-        fitting = [spec.name for spec in common if spec.shape == loaded[spec.name][0].shape]
-        return [name for name in fitting if not self._differing(*loaded[name])]
-
-    def missing(self, checkpoint: str) -> list[str]:
-        """The tensors of the loaded checkpoint that fill memory which no tensor of the feed fills."""
-        truth = _opened(checkpoint)
-        if truth is None or not all(self._trace.computed.values()):
-            return []
-        loaded = trace(self._model, truth.layout, self._storages)
-        wanted, given = loaded.filled(), self._trace.filled()
-        # Names may differ, as those of stacked experts do, so the number of filled elements is compared.
-        short = {storage for storage, elements in wanted.items() if given.get(storage, 0) < elements}
-        short -= set().union(*self._trace.computed.values())
-        lacking = [name for name in loaded.copies if name not in self._layout.ordinals]
-        return sorted(name for name in lacking if loaded.storages(name) & short)
+    def _explain(self, live: Memory) -> int:
+        """Build the map, window by window, and return the number of elements that depend on weights."""
+        self._copies, self._computed = {}, []
+        elements, paths, known = 0, set[str](), frozenset[int]()
+        for window in self._twins.windows(self._layout):
+            build = partial(self._twins.build, window=window)
+            explained = explain(live, build, window.tensors, self._twins.dtype, known=known)
+            for name, copies in explained.copies.items():
+                self._copies.setdefault(name, []).extend(copies)
+            if explained.computed:
+                self._computed.append((window, explained.computed))
+            elements += explained.elements
+            paths |= explained.paths
+            known |= explained.spans
+        _require_seen(live, paths)
+        return elements
 
     def prepare(self, stages: Sequence[str]) -> None:
         """Read this worker's stage, or the only one, and copy it to the device; on a CPU it stays mapped."""
         path = Path(stages[self._rank if len(stages) > 1 else 0])
+        # What was computed for a version that did not go live must not go live with this one.
+        self._refreshed = []
         self._staged = [self._on_device(segment) for segment in read_stage(path)]
 
+    def refresh(self, mirror: str) -> None:
+        """Compute what no copy can give: in twins that are loaded with the mirror, for the next write."""
+        self._refreshed = [
+            pair for window, ordinals in self._computed for pair in self._rebuilt(mirror, window, ordinals)
+        ]
+
     def scatter(self) -> None:
-        """Write what was prepared. Values are absolute, so this can be repeated."""
+        """Write what was prepared, and read a sample of it back. Values are absolute, so this can be repeated."""
         for flat, positions, values in self._staged:
             overwrite(flat, positions, values)
-        if self._storages.flat[0].device.type != "cpu":
-            torch.accelerator.synchronize()
+        self._write_refreshed()
+        for flat, positions, values in self._staged:
+            sample = slice(None, None, max(1, len(positions) // _SAMPLE_ELEMENTS))
+            read = flat[wide(positions[sample]).to(flat.device)]
+            if not torch.equal(read, values[sample]):
+                raise EngineError(
+                    "the weights in memory are not those that were written",
+                    hint="restart the server; its memory may be damaged, or something else writes to the weights",
+                )
 
     def copy(self, mirror: str, ordinals: Sequence[int]) -> None:
-        """Write whole tensors of the mirror to where the map says."""
+        """Write whole tensors of the mirror to where the map says, and what was refreshed."""
         weights = self._mapped(mirror)
         for ordinal in ordinals:
+            self._copy(self._layout.tensors[ordinal], weights.arrays[ordinal])
+        self._write_refreshed()
+
+    def compare(self, mirror: str, ordinals: Sequence[int], repair: bool) -> dict[str, Any]:
+        """What differs from the mirror: the number of elements by tensor; and the elements compared with each ordinal.
+
+        Memory that was computed is compared with that of a twin, together with the first tensor of its window, and
+        has the name that the model gives to it. `repair` overwrites what differs.
+        """
+        weights = self._mapped(mirror)
+        differing: dict[str, int] = {}
+        elements: dict[int, int] = {}
+        for ordinal in ordinals:
             spec = self._layout.tensors[ordinal]
-            for copy in self._trace.copies.get(spec.name, ()):
-                live, wanted = self._pair(spec, weights.arrays[ordinal], copy)
-                live.copy_(wanted)
+            elements[ordinal] = sum(copy.elements for copy in self._copies.get(spec.name, ()))
+            count = self._differing(spec, weights.arrays[ordinal])
+            if count:
+                differing[spec.name] = count
+                if repair:
+                    self._copy(spec, weights.arrays[ordinal])
+        for window, spans in self._computed:
+            first = self._layout.ordinals[window.tensors[0].name]
+            if first in elements:
+                for ordinal, wanted in self._rebuilt(mirror, window, spans):
+                    span = self._live.spans[ordinal]
+                    elements[first] += len(span.flat)
+                    count = int((_as_bits(span.flat) != _as_bits(wanted.to(span.flat.device))).sum())
+                    if count:
+                        differing[span.path] = count
+                        if repair:
+                            span.flat.copy_(wanted)
+        return {"differing": differing, "elements": list(elements.items())}
 
-    def compare(self, mirror: str, ordinals: Sequence[int], repair: bool) -> list[tuple[int, int]]:
-        """The tensors, by ordinal, that differ from the mirror, each with the number of elements.
+    @property
+    def _live(self) -> Memory:
+        if self._memory is None:
+            raise InvalidInputError("the worker does not know the layout of the feed", hint="call `describe` first")
+        return self._memory
 
-        `repair` overwrites them.
-        """
+    def _rebuilt(self, mirror: str, window: Window, ordinals: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The spans of a twin that is loaded with the mirror, on the host: a device may have no room for them."""
         weights = self._mapped(mirror)
-        counts = [(o, self._differing(self._layout.tensors[o], weights.arrays[o])) for o in ordinals]
-        differing = [(ordinal, count) for ordinal, count in counts if count]
-        if repair and differing:
-            self.copy(mirror, [ordinal for ordinal, _ in differing])
-        return differing
+        at = self._layout.ordinals
+        # Clones, because a loader may keep or change what it is given.
+        tensors = ((spec.name, _tensor(spec, weights.arrays[at[spec.name]]).clone()) for spec in window.tensors)
+        with torch.no_grad():
+            twin = Memory(self._twins.build(tensors, window))
+        for ordinal in ordinals:
+            span = self._live.spans[ordinal]
+            there = twin.spans[twin.ordinals[span.path]]
+            if len(there.flat) != len(span.flat) or there.flat.dtype != span.flat.dtype:
+                raise EngineError(
+                    f"vLLM now builds {span.path!r:.200} in another form than at the start of the server",
+                    hint="restart the server",
+                )
+            yield ordinal, there.flat.cpu()
 
-    def load(self, mirror: str, names: Sequence[str]) -> None:
-        """Pass tensors of the mirror to vLLM's own loader, with all others that go into the same modules."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    def _write_refreshed(self) -> None:
+        for ordinal, wanted in self._refreshed:
+            self._live.spans[ordinal].flat.copy_(wanted)
+        if self._live.spans and self._live.spans[0].flat.device.type != "cpu":
+            torch.accelerator.synchronize()
 
-        weights = self._mapped(mirror)
-        wanted = self._closure(set(names))
-        with _errors_only("vllm.model_executor.model_loader.reload.layerwise"):
-            initialize_layerwise_reload(self._model)
-            self._model.load_weights(  # type: ignore[operator]
-                (spec.name, _tensor(spec, bits))
-                for spec, bits in zip(weights.layout.tensors, weights.arrays, strict=True)
-                if spec.name in wanted
-            )
-            finalize_layerwise_reload(self._model, self._model_config)
-
-    def _closure(self, names: set[str]) -> set[str]:
-        """All tensors that are loaded into the same modules, or every tensor if one of the modules is not known.
-
-        vLLM processes a module as a whole after loading, and does not keep what it was loaded with before.
-        """
-        if not all(self._trace.storages(name) for name in names) or not all(self._trace.computed.values()):
-            return {spec.name for spec in self._layout.tensors}
-        owners: dict[int, set[int]] = {}
-        for number, module in enumerate(self._model.modules()):
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                ordinal = self._storages.ordinal(tensor)
-                if ordinal is not None:
-                    owners.setdefault(ordinal, set()).add(number)
-        modules = {
-            name: {module for storage in self._trace.storages(name) for module in owners.get(storage, ())}
-            for name in self._layout.ordinals
-        }
-        touched = set().union(*(modules[name] for name in names))
-        return {name for name, numbers in modules.items() if numbers & touched}
+    def _copy(self, spec: TensorSpec, bits: Bits) -> None:
+        for copy in self._copies.get(spec.name, ()):
+            live, wanted = self._pair(spec, bits, copy)
+            live.copy_(wanted)
 
     def _differing(self, spec: TensorSpec, bits: Bits) -> int:
         count = 0
-        for copy in self._trace.copies.get(spec.name, ()):
+        for copy in self._copies.get(spec.name, ()):
             live, wanted = self._pair(spec, bits, copy)
             rows = max(1, _COMPARE_ELEMENTS * len(live) // copy.elements)
             for first in range(0, len(live), rows):
@@ -168,14 +228,14 @@ class RuntimeWeights:
 
     def _pair(self, spec: TensorSpec, bits: Bits, copy: Copy) -> tuple[torch.Tensor, torch.Tensor]:
         """The live elements of a copy and the wanted ones, which are cast as vLLM casts them if its type differs."""
-        flat = self._storages.flat[copy.storage]
-        live = flat.as_strided(copy.shape, copy.target_strides, copy.target)
+        flat = self._live.spans[copy.storage].flat
+        live = flat.as_strided(copy.shape, copy.target_strides, copy.target + int(flat.storage_offset()))
         wanted = _tensor(spec, bits).reshape(-1).as_strided(copy.shape, copy.source_strides, copy.source)
         return live, wanted if wanted.dtype == live.dtype else wanted.to(live.dtype)
 
     def _on_device(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        storages = self._storages.flat[segment.storage : segment.storage + 1]
-        flat = _as_bits(storages[0])[segment.first : segment.first + SEGMENT_ELEMENTS] if storages else torch.empty(0)
+        spans = self._live.spans[segment.storage : segment.storage + 1]
+        flat = _as_bits(spans[0].flat)[segment.first : segment.first + SEGMENT_ELEMENTS] if spans else torch.empty(0)
         width = segment.values.dtype.itemsize
         if flat.element_size() != width or segment.positions[-1] >= len(flat):
             # Checked for all segments before the first value is written.
@@ -200,16 +260,16 @@ class RuntimeWeights:
         return self._mirror[1]
 
 
-@contextmanager
-def _errors_only(name: str) -> Iterator[None]:
-    """Hide the warnings of a logger: vLLM warns of every module that is loaded with nothing, which is intended here."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+def _require_seen(live: Memory, paths: set[str]) -> None:
+    """MismatchError if the live model reaches weights that no twin has: they were derived after loading."""
+    for span in live.spans:
+        if span.flat.is_floating_point() and paths.isdisjoint(span.views):
+            raise MismatchError(
+                f"the live model holds {span.path!r:.200}, which vLLM makes while it serves; a new version would not "
+                "reach it",
+                rule="vllm.derived",
+                hint="restart the server for each version of this model",
+            )
 
 
 def overwrite(flat: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
@@ -239,14 +299,8 @@ def overwrite_on_host(flat: torch.Tensor, positions: torch.Tensor, values: torch
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor of any strides."""
     return tensor.view(bits_dtype(tensor.element_size()))
-
-
-def _opened(checkpoint: str) -> Weights | None:
-    try:
-        return open_checkpoint(checkpoint).weights
-    except (DeltasyncError, OSError):
-        return None
 
 
 def _tensor(spec: TensorSpec, bits: Bits) -> torch.Tensor:

@@ -1,0 +1,158 @@
+"""In the worker processes: all memory that a model can reach, as spans that are named and compared by path.
+
+Parameters, buffers and tensors in plain attributes count alike: vLLM keeps derived weights in all three.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from deltasync.torch.tensors import as_bits
+
+_DEPTH = 6
+"""How many objects deep attributes are followed, beginning at a module."""
+_CACHES = frozenset({"kv_cache"})
+"""Attributes that hold the state of requests, not of the model."""
+_ADAPTERS = "lora_"
+"""How the attributes of adapter layers begin. Adapters are weights of their own, which no base model determines."""
+_WRAPPER = ".base_layer"
+"""What vLLM adds to the names of modules that adapters wrap, after they are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor in a span: the index of its first element there, its shape and its strides."""
+
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """Consecutive elements of one storage that hold tensors of a model. Tied tensors are views of one span."""
+
+    flat: torch.Tensor
+    views: Mapping[str, View]
+    is_parameter: bool
+
+    @property
+    def path(self) -> str:
+        """The name of its first tensor."""
+        return next(iter(self.views))
+
+    @property
+    def bits(self) -> torch.Tensor:
+        return as_bits(self.flat)
+
+    @property
+    def row_elements(self) -> int:
+        """The elements of one row of its largest tensor."""
+        view = max(self.views.values(), key=lambda view: _elements(view.shape))
+        return max(1, _elements(view.shape[1:]))
+
+
+class Memory:
+    """The spans of a model, by ordinal and by the path of a tensor, and the numbers in its attributes."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.spans: list[Span] = []
+        self.ordinals: dict[str, int] = {}
+        self.numbers: dict[str, float] = {}
+        parameters = {path.replace(_WRAPPER, "") for path, _ in model.named_parameters(remove_duplicate=False)}
+        by_storage: dict[object, dict[str, torch.Tensor]] = {}
+        for path, value in _reachable(model):
+            if isinstance(value, float):
+                self.numbers[path] = value
+            elif value.layout == torch.strided and not value.is_meta and value.numel():
+                storage = value.untyped_storage()
+                if storage.nbytes():
+                    by_storage.setdefault((storage.data_ptr(), value.dtype), {})[path] = value.detach()
+        for tensors in by_storage.values():
+            self.ordinals.update(dict.fromkeys(tensors, len(self.spans)))
+            self.spans.append(_span(tensors, is_parameter=not parameters.isdisjoint(tensors)))
+
+    def sums(self) -> list[tuple[int, int]]:
+        """The address of each span and the sum of its bits: equal as long as nothing replaces or writes it."""
+        return [(span.flat.data_ptr(), _sum(span.flat)) for span in self.spans]
+
+
+def _sum(flat: torch.Tensor) -> int:
+    """The sum of all bytes, in words of 8 where they are aligned: those are read at the speed of memory."""
+    data = flat.view(torch.uint8)
+    words = len(data) // 8 * 8 if data.storage_offset() % 8 == 0 else 0
+    total = int(data[:words].view(torch.int64).sum()) if words else 0
+    return total + int(data[words:].sum(dtype=torch.int64))
+
+
+def _span(tensors: Mapping[str, torch.Tensor], *, is_parameter: bool) -> Span:
+    first = min(int(t.storage_offset()) for t in tensors.values())
+    end = max(
+        int(t.storage_offset()) + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        for t in tensors.values()
+    )
+    views = {
+        path: View(int(t.storage_offset()) - first, tuple(t.shape), tuple(t.stride())) for path, t in tensors.items()
+    }
+    some = next(iter(tensors.values()))
+    return Span(some.as_strided((end - first,), (1,), first), views, is_parameter)
+
+
+def _reachable(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | float]]:
+    """Every tensor and number that the modules of a model reach without going through another module."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}.".replace(f"{_WRAPPER}.", ".") if name else ""
+        seen = {id(module)}
+        for attributes in (module._parameters, module._buffers, module.__dict__):
+            for key, value in attributes.items():
+                if key not in ("_parameters", "_buffers", "_modules") and not key.startswith(_ADAPTERS):
+                    yield from _inside(prefix + key, key, value, _DEPTH, seen)
+
+
+def _inside(path: str, key: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | float]]:
+    if key in _CACHES:
+        return
+    if isinstance(value, torch.Tensor | float):
+        yield path, value
+    elif depth and id(value) not in seen and not isinstance(value, torch.nn.Module):
+        for inner_key, inner in _parts(value):
+            # Only what has parts is remembered: other values may be freed, and their addresses used again.
+            seen.add(id(value))
+            yield from _inside(f"{path}.{inner_key}", inner_key, inner, depth - 1, seen)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container, a function or an object of vLLM holds, with the name of each."""
+    if isinstance(value, list | tuple):
+        yield from ((str(i), item) for i, item in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((str(key), item) for key, item in value.items())
+    elif isinstance(value, functools.partial):
+        yield from (("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, MethodType):
+        yield "self", value.__self__
+    elif isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        yield from ((name, cell.cell_contents) for name, cell in cells if _is_set(cell))
+    elif type(value).__module__.split(".")[0] == "vllm" and "Config" not in type(value).__name__:
+        slots = (s for kind in type(value).__mro__ for s in getattr(kind, "__slots__", ()))
+        yield from ((s, getattr(value, s)) for s in slots if hasattr(value, s))
+        yield from getattr(value, "__dict__", {}).items()
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return bool(cell.cell_contents is not None)
+    except ValueError:
+        return False
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,134 @@
+"""In the API server: the followers of the server, as its control routes see them."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError
+from deltasync.parallel import lower_priority
+from deltasync.replica import metrics
+from deltasync.replica.follower import Follower
+from deltasync.replica.target import Target
+from deltasync.vllm.settings import Way
+
+logger = logging.getLogger(__name__)
+
+_NICENESS = 10
+
+
+class Replica:
+    """The follower of one server with its target. The methods that return a dictionary answer a route.
+
+    `ready_s`: in `pull` mode, how long ago the live version may have been the newest one; None sets no bound.
+    `has_metrics`: add the metrics of the follower to those of the server, which has room for one.
+    `on_refused`: called in the thread that follows if it ends with an error, which no retry can fix.
+    """
+
+    def __init__(
+        self,
+        follower: Follower,
+        target: Target,
+        *,
+        way: Way,
+        ready_s: float | None = None,
+        has_metrics: bool = True,
+        on_refused: Callable[[DeltasyncError], None] = lambda error: None,
+    ) -> None:
+        self.follower = follower
+        self._target = target
+        self._way: Way = way
+        self._ready_s = ready_s
+        self._has_metrics = has_metrics
+        self._on_refused = on_refused
+        self._thread: threading.Thread | None = None
+        self._unregister_metrics: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        """Add the metrics to those of the server and, in `pull` mode, follow the feed in the background."""
+        if self._has_metrics:
+            try:
+                self._unregister_metrics = metrics.register(self.follower.status)
+            except ImportError:
+                logger.info("prometheus-client is not installed: the server has no metrics of deltasync")
+        if self._way == "pull":
+            self._thread = threading.Thread(target=self._follow, name="deltasync-follow", daemon=True)
+            self._thread.start()
+
+    def _follow(self) -> None:
+        # Where cores are few, generation goes before decoding. A thread inherits the priority of its parent.
+        lower_priority(_NICENESS)
+        try:
+            self.follower.follow()
+        except DeltasyncError as error:
+            logger.error("the feed is refused, and no longer followed: %s", error)
+            self._on_refused(error)
+
+    def close(self) -> None:
+        """Finish the move in progress, stop, and release the feed and the mirror."""
+        self._unregister_metrics()
+        self.follower.stop()
+        if self._thread is not None:
+            self._thread.join()
+        self.follower.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a version is live and, in `pull` mode, followed within the bound. Never blocks."""
+        status = self.follower.status()
+        if status.version is None or self._way == "push":
+            return status.version is not None
+        is_recent = self._ready_s is None or (status.stale_s is not None and status.stale_s < self._ready_s)
+        return status.is_following and is_recent
+
+    def status(self) -> dict[str, Any]:
+        status = asdict(self.follower.status())
+        return {**status, "engine": self._target.engine, "way": self._way, "is_ready": self.is_ready}
+
+    def advance(self, to: int | None) -> dict[str, Any]:
+        moved = self.follower.advance(to=to)
+        return {"version": self._target.version, "moved": None if moved is None else asdict(moved)}
+
+    def scrub(self, *, repair: bool) -> dict[str, Any]:
+        damages = self.follower.scrub(repair=repair)
+        return {
+            "version": self._target.version,
+            "damaged": [asdict(damage) for damage in damages],
+            "unseen_elements": self._target.unseen_elements,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """What a server follows: a feed of weights, feeds of adapters, or both."""
+
+    weights: Replica | None
+    adapters: Mapping[str, Replica] = field(default_factory=dict)
+
+    def named(self, adapter: str | None) -> Replica:
+        """The replica of an adapter, or of the weights for None."""
+        if adapter is not None:
+            if adapter not in self.adapters:
+                raise NotFoundError(
+                    f"the server follows no adapter {adapter!r:.80}",
+                    hint=f"it follows {', '.join(self.adapters) or 'none'}",
+                )
+            return self.adapters[adapter]
+        if self.weights is None:
+            raise InvalidInputError(
+                "the server follows no feed of weights",
+                hint=f"name one of its adapters, as in ?adapter={next(iter(self.adapters))}",
+            )
+        return self.weights
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all of them are. Never blocks."""
+        followed = [*self.adapters.values(), *([] if self.weights is None else [self.weights])]
+        return all(replica.is_ready for replica in followed)
+
+    def status(self) -> dict[str, Any]:
+        """The status of the weights, with those of the adapters by name."""
+        status = {} if self.weights is None else self.weights.status()
+        return {**status, "adapters": {name: replica.status() for name, replica in self.adapters.items()}}

@@ -1,38 +1,44 @@
 """Lossless sparse weight deltas from a trainer to its inference replicas, through an object store.
 
 These names, and those of `deltasync.torch`, `deltasync.transformers`, `deltasync.trl` and `deltasync.testing`, are
-public. Everything else is internal. Importing this module needs NumPy, not torch.
+public. Everything else is internal. They need NumPy, not torch. Each is imported when it is first used, so that a
+command that is interrupted while it starts can end without a traceback.
 """
 
-from deltasync.errors import (
-    ConflictError,
-    CorruptError,
-    DeltasyncError,
-    EngineError,
-    FormatError,
-    InvalidInputError,
-    MismatchError,
-    NotFoundError,
-    RankError,
-    StoreError,
-)
-from deltasync.feed.prune import Pruning, plan_prune, prune
-from deltasync.feed.replay import restore
-from deltasync.feed.verify import Verification, verify
-from deltasync.format.digest import StateDigest
-from deltasync.format.manifest import BaseRef, Manifest
-from deltasync.oneshot import Inspection, apply, diff, digest, inspect
-from deltasync.parallel import set_threads
-from deltasync.replica.events import Advance, Status
-from deltasync.replica.folder import FolderTarget
-from deltasync.replica.follower import Follower
-from deltasync.replica.target import Damage, Staged, Target
-from deltasync.store import open_store
-from deltasync.store.protocol import Store
-from deltasync.trainer.anchoring import AnchorPolicy
-from deltasync.trainer.checkpoint import publish
-from deltasync.trainer.events import Publication, PublishEvent
-from deltasync.trainer.publisher import PublisherOptions
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deltasync.errors import (
+        ConflictError,
+        CorruptError,
+        DeltasyncError,
+        EngineError,
+        FormatError,
+        InvalidInputError,
+        MismatchError,
+        NotFoundError,
+        RankError,
+        StoreError,
+    )
+    from deltasync.feed.compact import compact
+    from deltasync.feed.prune import Pruning, plan_prune, prune
+    from deltasync.feed.replay import restore
+    from deltasync.feed.verify import Verification, verify
+    from deltasync.format.digest import StateDigest
+    from deltasync.format.manifest import BaseRef, Manifest
+    from deltasync.oneshot import Inspection, apply, diff, digest, inspect
+    from deltasync.parallel import set_threads
+    from deltasync.replica.events import Advance, Status
+    from deltasync.replica.folder import FolderTarget
+    from deltasync.replica.follower import Follower
+    from deltasync.replica.target import Damage, Gate, Staged, Target
+    from deltasync.store import open_store
+    from deltasync.store.protocol import Store
+    from deltasync.trainer.anchoring import AnchorPolicy
+    from deltasync.trainer.checkpoint import publish
+    from deltasync.trainer.events import Publication, PublishEvent
+    from deltasync.trainer.publisher import PublisherOptions
 
 __version__ = "0.1.0"
 
@@ -48,6 +54,7 @@ __all__ = [
     "FolderTarget",
     "Follower",
     "FormatError",
+    "Gate",
     "Inspection",
     "InvalidInputError",
     "Manifest",
@@ -67,6 +74,7 @@ __all__ = [
     "Verification",
     "__version__",
     "apply",
+    "compact",
     "diff",
     "digest",
     "inspect",
@@ -78,3 +86,57 @@ __all__ = [
     "set_threads",
     "verify",
 ]
+
+_MODULES = {
+    "deltasync.errors": (
+        "ConflictError",
+        "CorruptError",
+        "DeltasyncError",
+        "EngineError",
+        "FormatError",
+        "InvalidInputError",
+        "MismatchError",
+        "NotFoundError",
+        "RankError",
+        "StoreError",
+    ),
+    "deltasync.feed.compact": ("compact",),
+    "deltasync.feed.prune": ("Pruning", "plan_prune", "prune"),
+    "deltasync.feed.replay": ("restore",),
+    "deltasync.feed.verify": ("Verification", "verify"),
+    "deltasync.format.digest": ("StateDigest",),
+    "deltasync.format.manifest": ("BaseRef", "Manifest"),
+    "deltasync.oneshot": ("Inspection", "apply", "diff", "digest", "inspect"),
+    "deltasync.parallel": ("set_threads",),
+    "deltasync.replica.events": ("Advance", "Status"),
+    "deltasync.replica.folder": ("FolderTarget",),
+    "deltasync.replica.follower": ("Follower",),
+    "deltasync.replica.target": ("Damage", "Gate", "Staged", "Target"),
+    "deltasync.store": ("open_store",),
+    "deltasync.store.protocol": ("Store",),
+    "deltasync.trainer.anchoring": ("AnchorPolicy",),
+    "deltasync.trainer.checkpoint": ("publish",),
+    "deltasync.trainer.events": ("Publication", "PublishEvent"),
+    "deltasync.trainer.publisher": ("PublisherOptions",),
+}
+"""The public names by the modules that define them."""
+
+_ROOMS = {module.split(".")[1] for module in _MODULES}
+"""The packages and modules that these lie in: `deltasync.errors` is available without an import of its own."""
+
+
+if not TYPE_CHECKING:
+    # Hidden from type checkers, to which every name would exist otherwise.
+    def __getattr__(name: str) -> Any:
+        for module, names in _MODULES.items():
+            if name in names:
+                value = getattr(import_module(module), name)
+                globals()[name] = value
+                return value
+        if name in _ROOMS:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,7 +6,7 @@ layout order and cut every `BLOCK_ELEMENTS_MAX` elements; inside such runs a blo
 the same element; the kernels release the GIL.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ def layout_runs(layout: Layout, *, elements: int = limits.BLOCK_ELEMENTS_MAX) ->
     return [runs for ordinals in by_dtype.values() for runs in cut_runs(whole_runs(layout, ordinals), elements)]
 
 
-def detect(old: Weights, new: Readable, runs: Runs) -> Iterator[Changes]:
+def detect(old: Readable, new: Readable, runs: Runs) -> Iterator[Changes]:
     """The changed elements of `runs`, block by block; blocks without changes are left out."""
     k, before, after = kernels(), old.region(runs), new.region(runs)
     start, elements = 0, before.elements
@@ -102,6 +102,22 @@ def _along(layout: Layout, changed: Changed, runs: Runs) -> tuple[NDArray[np.int
     return np.concatenate(positions), np.concatenate(bits)
 
 
+def put_back(layout: Layout, runs: Runs, bits: Bits, replaced: Sequence[Changed]) -> None:
+    """Overwrite a copy of the bits of `runs` with those that were there before some steps replaced them.
+
+    The steps are in the order in which they happened: an element that changed twice gets the bits that it had first.
+    """
+    for changed in reversed(replaced):
+        begin = 0
+        for ordinal, first, count in runs.tolist():
+            name = layout.tensors[ordinal].name
+            if name in changed:
+                indices, values = changed[name]
+                lo, hi = np.searchsorted(indices, (first, first + count))
+                bits[indices[lo:hi].astype(np.int64) - first + begin] = values[lo:hi]
+            begin += count
+
+
 def overwrite(target: Weights, changes: Changes) -> None:
     """Write the new bits into `target`'s arrays."""
     region = target.region(changes.runs)
@@ -118,12 +134,17 @@ def encode_delta(
 ) -> list[Block]:
     """The changes from `old` to `new`. Each block has the smallest of the codecs that `codec` stands for."""
     old.layout.require_equal(new.layout, ours="the old state", theirs="the new state")
+    return _encode(old, partial(_exp_blocks, old, new), partial(detect, old, new), codec, on_progress)
 
-    def exp_blocks(runs: Runs) -> list[Block]:
-        coded = exp.encode_difference(old, new, runs)
-        return [_smallest(old.layout, block, partial(new.region, block.runs)) for block in coded]
 
-    return _encode(old, exp_blocks, partial(detect, old, new), codec, on_progress)
+def encode_difference(old: Readable, new: Readable) -> list[Block]:
+    """The same blocks as `encode_delta` gives, from states that need not be in memory as a whole."""
+    return [block for blocks in each(partial(_exp_blocks, old, new), layout_runs(old.layout)) for block in blocks]
+
+
+def _exp_blocks(old: Readable, new: Readable, runs: Runs) -> list[Block]:
+    coded = exp.encode_difference(old, new, runs)
+    return [_smallest(old.layout, block, partial(new.region, block.runs)) for block in coded]
 
 
 def encode_changed(

@@ -4,9 +4,11 @@ A checkpoint is one safetensors file or a folder of them. Reading maps the files
 written appears whole or not at all.
 """
 
+import errno
 import mmap
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,16 +18,30 @@ from typing import Any
 import numpy as np
 
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, NotFoundError
-from deltasync.files import copy_file, reader, sync_file, sync_folder, temporary_beside
+from deltasync.files import (
+    FULL,
+    copy_file,
+    fill_holes,
+    reader,
+    release_folder,
+    remove_abandoned_files,
+    reserve,
+    sync_file,
+    sync_folder,
+    temporary_beside,
+    temporary_folder_beside,
+)
 from deltasync.format import limits
-from deltasync.format.companions import is_safe_path
+from deltasync.format.companions import can_run_code, is_safe_path
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.safetensors import Entry, Header, header_bytes, read_header
-from deltasync.format.sealed import canonical_json, parse_object
+from deltasync.format.sealed import FORMAT, canonical_json, parse_object
 from deltasync.format.weights import Bits, Weights
 
 WHOLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_NAME_BYTES_MAX = 255
+"""The length of a name that file systems allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +80,31 @@ def _weight_paths(folder: Path) -> list[Path]:
     if (folder / WHOLE_NAME).exists():
         return [folder / WHOLE_NAME]
     if (folder / INDEX_NAME).exists():
-        return [folder / name for name in sorted(set(_weightmap_files(folder / INDEX_NAME).values()))]
+        return [folder / name for name in weight_files(folder / INDEX_NAME)]
     paths = sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" and p.is_file())
     if not paths:
+        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES and p.is_file())
+        if pickled:
+            message = f"{folder} has no .safetensors file, only {', '.join(pickled[:3])}"
+            raise NotFoundError(message, hint=_convert_hint(folder))
         raise NotFoundError(f"there is no .safetensors file in {folder}", hint="is this a checkpoint folder?")
     return paths
+
+
+_PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
+_PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02")
+
+
+def _convert_hint(folder: Path) -> str:
+    return (
+        "convert it with transformers: AutoModelForCausalLM.from_pretrained("
+        f"{str(folder)!r}, dtype='auto').save_pretrained('NEW')"
+    )
+
+
+def weight_files(index: Path) -> list[str]:
+    """The names of the files that an index of transformers lists, none of them in another folder."""
+    return sorted(set(_weightmap_files(index).values()))
 
 
 def _weightmap_files(path: Path) -> dict[str, str]:
@@ -78,7 +114,9 @@ def _weightmap_files(path: Path) -> dict[str, str]:
     weight_map: Any = parse_object(path.read_bytes(), what=str(path), scope="checkpoint").get("weight_map")
 
     def is_plain_name(name: object) -> bool:
-        return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and os.sep not in name
+        if not isinstance(name, str) or name in ("", ".", "..") or len(name.encode()) > _NAME_BYTES_MAX:
+            return False
+        return not any(c in name for c in ("/", os.sep, "\0"))
 
     if not isinstance(weight_map, dict) or not weight_map or not all(map(is_plain_name, weight_map.values())):
         raise CorruptError(f"{path} must have a weight_map of tensors to file names", rule="checkpoint.index")
@@ -88,11 +126,33 @@ def _weightmap_files(path: Path) -> dict[str, str]:
 def _read_file(path: Path) -> CheckpointFile:
     try:
         with path.open("rb") as file:
-            return CheckpointFile(path, read_header(reader(file.fileno()), os.fstat(file.fileno()).st_size))
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{path} is missing", hint=f"{INDEX_NAME} names it; is the download complete?") from error
+            read, size = reader(file.fileno()), os.fstat(file.fileno()).st_size
+            start = read(0, _START_BYTES)
+            header = read_header(read, size)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        problem = "is missing" if isinstance(error, FileNotFoundError) else "is a folder, not a file"
+        raise NotFoundError(f"{path} {problem}", hint=f"{INDEX_NAME} names it; is the download complete?") from error
     except (CorruptError, FormatError) as error:
-        raise error.at(path) from error
+        if start[8:] == b"{":
+            raise error.at(path) from error
+        is_pickle = path.suffix in _PICKLES or start.startswith(_PICKLE_STARTS)
+        raise CorruptError(
+            f"{path} is not a safetensors file: {error.message}",
+            rule=error.rule,
+            hint=_convert_hint(path.parent) if is_pickle else "give a checkpoint folder or a .safetensors file",
+            key=str(path),
+        ) from error
+    if header.metadata.get("format") == FORMAT:
+        raise InvalidInputError(
+            f"{path} is a {header.metadata.get('kind', 'payload')} of deltasync, not a checkpoint",
+            hint="`deltasync apply` makes a checkpoint from a delta",
+            key=str(path),
+        )
+    return CheckpointFile(path, header)
+
+
+_START_BYTES = 9
+"""A safetensors file begins with the length of its header and a brace."""
 
 
 def _check_index(folder: Path, files: tuple[CheckpointFile, ...]) -> None:
@@ -138,12 +198,14 @@ class MappedFiles:
 
 
 def map_files(files: Sequence[CheckpointFile], *, writable: bool) -> MappedFiles:
-    """The tensors of safetensors files as views of the mapped files."""
+    """The tensors of safetensors files as views of the mapped files. Those to be written get space for their holes."""
     maps: list[mmap.mmap] = []
     copied: list[tuple[mmap.mmap, Entry, Bits]] = []
     arrays: dict[str, Bits] = {}
     for file in files:
         with file.path.open("r+b" if writable else "rb") as opened:
+            if writable:
+                fill_holes(opened.fileno())
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         maps.append(mapped)
         for entry in file.header.entries:
@@ -168,6 +230,7 @@ Fill = Callable[[Weights], None]
 
 _OTHER_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt"})
 _HINT_OUT = "choose an output that does not exist yet"
+_HINT_SPACE = "free some space, or choose another output"
 
 
 def write_checkpoint_like(checkpoint: Checkpoint, out: str | os.PathLike[str], fill: Fill) -> None:
@@ -178,9 +241,11 @@ def write_checkpoint_like(checkpoint: Checkpoint, out: str | os.PathLike[str], f
     """
     target = Path(os.path.abspath(out))
     _require_free(target, is_folder=checkpoint.is_folder)
-    with _appearing(target) as temporary:
+    # Listed before the output folder is made, which may lie inside the source.
+    sources = _copied_files(checkpoint) if checkpoint.is_folder else []
+    with _appearing(target, is_folder=checkpoint.is_folder) as temporary:
         if checkpoint.is_folder:
-            _copy_folder(checkpoint, temporary)
+            _copy_folder(checkpoint, sources, temporary)
             copies = [temporary / f.path.name for f in checkpoint.files]
         else:
             copy_file(checkpoint.path, temporary)
@@ -196,23 +261,50 @@ def write_checkpoint(layout: Layout, files: Mapping[str, bytes], out: str | os.P
     target = Path(os.path.abspath(out))
     _require_free(target, is_folder=True)
     require_space(target, layout.nbytes)
-    with _appearing(target) as temporary:
-        temporary.mkdir()
-        for name, data in files.items():
-            path = temporary / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        _fill([create_file(temporary / name, specs) for name, specs in _named_shards(layout, temporary)], fill)
+    with _appearing(target, is_folder=True) as temporary:
+        with _room(target, layout.nbytes):
+            for name, data in files.items():
+                _write_companion(temporary, name, data)
+            created = [create_file(temporary / name, specs) for name, specs in _named_shards(layout, temporary)]
+        _fill(created, fill)
 
 
-def companion_files(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """The files of a checkpoint folder that are not weights, by their relative path."""
+_DEPTH_MAX = 64
+_NO_SUCH_PATH = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG})
+
+
+def _write_companion(folder: Path, name: str, data: bytes) -> None:
+    """Write a file beside the weights. CorruptError if the others, or the weights, leave no place for its path."""
+    *parents, _ = name.split("/")
+    reason = None
+    if len(parents) >= _DEPTH_MAX:
+        reason = f"it has more than {_DEPTH_MAX} parts"
+    elif any(part.endswith((".safetensors", INDEX_NAME)) for part in parents):
+        reason = "one of its folders has the name of a file of weights"
+    else:
+        try:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+        except OSError as error:
+            if error.errno not in _NO_SUCH_PATH:
+                raise
+            reason = error.strerror
+    if reason is not None:
+        raise CorruptError(f"{name!r:.200} cannot be a file beside the weights: {reason}", rule="files.path")
+
+
+def companion_files(checkpoint: Checkpoint, *, trust_code: bool = False) -> dict[str, bytes]:
+    """The files of a checkpoint folder that are not weights, by their relative path.
+
+    Files that can run code when a folder is loaded, such as `modeling.py`, are left out without `trust_code`.
+    """
     if not checkpoint.is_folder:
         return {}
     files = {}
     for path in _files_below(checkpoint.path):
         name = path.relative_to(checkpoint.path).as_posix()
-        if path.suffix not in _OTHER_WEIGHTS and name != INDEX_NAME and is_safe_path(name):
+        is_wanted = trust_code or not can_run_code(name)
+        if path.suffix not in _OTHER_WEIGHTS and name != INDEX_NAME and is_wanted and is_safe_path(name):
             files[name] = path.read_bytes()
     return files
 
@@ -224,15 +316,30 @@ def require_space(target: Path, nbytes: int) -> None:
     if nbytes > free:
         raise InvalidInputError(
             f"{target} needs {nbytes} bytes, but only {free} are free there",
-            hint="free some space, or choose another output",
+            hint=_HINT_SPACE,
         )
 
 
 @contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
+def _room(target: Path, nbytes: int) -> Iterator[None]:
+    """InvalidInputError if the disk becomes full in the block: others may take the space that was free before."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise InvalidInputError(
+            f"{target} needs {nbytes} bytes, and there is not enough space: {error.strerror}", hint=_HINT_SPACE
+        ) from error
+
+
+@contextmanager
+def _appearing(target: Path, *, is_folder: bool) -> Iterator[Path]:
     """A hidden path beside `target` that is synced and renamed to it when the block ends without an error."""
-    with temporary_beside(target) as temporary:
+    with (temporary_folder_beside if is_folder else temporary_beside)(target) as temporary:
         yield temporary
+        if is_folder:
+            release_folder(temporary)
         _sync(temporary)
         try:
             os.replace(temporary, target)
@@ -266,12 +373,15 @@ def _named_shards(layout: Layout, folder: Path) -> list[tuple[str, list[TensorSp
     return named
 
 
-def create_file(path: Path, specs: Sequence[TensorSpec]) -> CheckpointFile:
-    """A new safetensors file of zeros, sparse where the file system can do that."""
+def create_file(
+    path: Path, specs: Sequence[TensorSpec], *, metadata: Mapping[str, str] | None = None
+) -> CheckpointFile:
+    """A new safetensors file of zeros, with space for all of them. OSError if there is too little."""
     with path.open("xb") as file:
-        head = header_bytes(specs, {"format": "pt"})
+        head = header_bytes(specs, {"format": "pt", **({} if metadata is None else metadata)})
         file.write(head)
-        file.truncate(len(head) + sum(spec.nbytes for spec in specs))
+        file.flush()
+        reserve(file.fileno(), len(head) + sum(spec.nbytes for spec in specs))
     return _read_file(path)
 
 
@@ -283,15 +393,16 @@ def _require_free(target: Path, *, is_folder: bool) -> None:
         raise InvalidInputError(f"{target} is a folder, but the checkpoint is one file", hint="give the path of a file")
 
 
-def _copy_folder(checkpoint: Checkpoint, target: Path) -> None:
+def _copied_files(checkpoint: Checkpoint) -> list[Path]:
     ours = {f.path.name for f in checkpoint.files}
-    # Listed before the output folder is made, which may lie inside the source.
-    sources = [
+    return [
         path
         for path in _files_below(checkpoint.path)
         if path.suffix not in _OTHER_WEIGHTS or (path.parent == checkpoint.path and path.name in ours)
     ]
-    target.mkdir()
+
+
+def _copy_folder(checkpoint: Checkpoint, sources: Sequence[Path], target: Path) -> None:
     for source in sources:
         copy = target / source.relative_to(checkpoint.path)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -316,16 +427,43 @@ def _files_below(path: Path) -> Iterator[Path]:
         yield from (p for name in sorted(file_names) if (p := Path(folder, name)).is_file())
 
 
+_MAPPED = {"deltasync": "mapped"}
+_MAPPED_START = b'{"__metadata__":{"deltasync":"mapped"'
+"""The beginning of the header of a file that `mapped_weights` created, after its length."""
+
+
+def require_mapped(path: Path) -> None:
+    """InvalidInputError, which leaves it as it is, if something is at `path` that `mapped_weights` has not created."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if stat.S_ISREG(status.st_mode) and _has_mapped_mark(path):
+        return
+    raise InvalidInputError(
+        f"{path} exists and is not a mirror or a shadow that deltasync created",
+        hint="choose a path that does not exist yet, or remove what is there",
+    )
+
+
+def _has_mapped_mark(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(8 + len(_MAPPED_START))[8:] == _MAPPED_START
+
+
 def mapped_weights(layout: Layout, path: Path) -> Weights:
     """The writable weights in the file at `path`; a file that is missing or has another layout is replaced by zeros.
 
-    The caller has to prove which version the bits are of.
+    The caller holds the lock of the path, and has checked with `require_mapped` that the file may be replaced. It has
+    to prove which version the bits are of. What a killed process began to write beside it is removed.
     """
+    remove_abandoned_files(path, lambda other: not other.stat().st_size or _has_mapped_mark(other))
     if mapped_layout(path) != layout:
         require_space(path, layout.nbytes)
-        with temporary_beside(path) as temporary:
+        with temporary_beside(path) as temporary, _room(path, layout.nbytes):
             # Widest first, so that every tensor is aligned and can be mapped.
-            create_file(temporary, sorted(layout.tensors, key=lambda spec: -spec.dtype.width))
+            specs = sorted(layout.tensors, key=lambda spec: -spec.dtype.width)
+            create_file(temporary, specs, metadata=_MAPPED)
             temporary.replace(path)
     return map_files(open_checkpoint(path).files, writable=True).weights
 

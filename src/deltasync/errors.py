@@ -5,12 +5,26 @@ import os
 from typing import Any, ClassVar, Self
 
 
+def printable(text: str) -> str:
+    """Text of a feed, a store or a file on one line, safe for a terminal and a log.
+
+    Control characters, escape codes, line breaks and characters that change the direction of text are shown escaped:
+    otherwise a name could move the cursor or forge a line of a log.
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
 class DeltasyncError(Exception):
     """Base of all errors that deltasync raises on purpose.
 
     `kind` is stable across releases: log it, count it, match on it. `rule` names the broken rule of docs/format.md
     where there is one. `hint` says what to do. `key` is the object or the file that the error is about, `version` the
-    version of the feed. Errors can be pickled, so that they cross to other processes.
+    version of the feed. Errors can be pickled, so that they cross to other processes. Messages and hints quote foreign
+    text; they are made `printable` here, so that no caller has to.
     """
 
     kind: ClassVar[str] = "error"
@@ -24,9 +38,9 @@ class DeltasyncError(Exception):
         version: int | None = None,
         key: str | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        super().__init__(printable(message))
+        self.message = printable(message)
+        self.hint = None if hint is None else printable(hint)
         self.rule = rule
         self.version = version
         self.key = key
@@ -35,7 +49,7 @@ class DeltasyncError(Exception):
         """A copy that names the object or file where the error was found: in its message and as its `key`."""
         error = copy.copy(self)
         error.key = os.fspath(place)
-        error.message = f"{error.key}: {self.message}"
+        error.message = printable(f"{error.key}: {self.message}")
         error.args = (error.message,)
         error.version = self.version if version is None else version
         return error

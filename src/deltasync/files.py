@@ -1,11 +1,14 @@
-"""Files that appear whole or not at all: written beside their place, synced to disk, then renamed."""
+"""Files that appear whole or not at all: written beside their place, synced to disk, then renamed. Locks, and space."""
 
 import errno
 import os
+import re
 import secrets
 import shutil
+import stat
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +17,14 @@ from deltasync.errors import InvalidInputError
 from deltasync.format.safetensors import Read
 
 _COPY_BYTES = 1 << 30
+_ZEROS_BYTES = 1 << 22
+_STAT_BLOCK_BYTES = 512
+_LOCK_POLL_S = 0.05
+_MARK = ".deltasync"
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
+_NO_RESERVATION = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENODEV})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""The codes of an OSError that mean that there is no space."""
 
 
 def atomic_write(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
@@ -49,11 +59,72 @@ def temporary_beside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
+def temporary_folder_beside(path: Path) -> Iterator[Path]:
+    """A new hidden folder in the folder of `path`. If it is still there at the end of the block, it is removed.
+
+    It is locked in the meantime by a file inside, which `release_folder` removes. A folder of the same kind whose lock
+    is free was left by a process that was killed, and is removed first.
+    """
+    with temporary_beside(path) as temporary:
+        _remove_abandoned(path)
+        temporary.mkdir()
+        with locked(temporary / _MARK):
+            yield temporary
+
+
+def remove_abandoned_files(path: Path, is_ours: Callable[[Path], bool]) -> None:
+    """Remove the temporary files that killed processes left beside `path`, whose lock the caller holds.
+
+    `is_ours` is called with each that has such a name, and says whether its content is what a process would write.
+    """
+    for other in _temporaries_of(path) if path.parent.is_dir() else ():
+        if not other.is_symlink() and other.is_file() and is_ours(other):
+            other.unlink()
+
+
+def _temporaries_of(path: Path) -> Iterator[Path]:
+    name = re.compile(rf"\.{re.escape(path.name[:100])}\.[0-9a-f]{{12}}\.tmp", re.ASCII)
+    return (other for other in path.parent.iterdir() if name.fullmatch(other.name) is not None)
+
+
+def _remove_abandoned(path: Path) -> None:
+    for other in _temporaries_of(path):
+        if not _lock_of(other / _MARK).is_file():
+            continue
+        # It may be in a place for all users, and one of theirs.
+        with suppress(InvalidInputError, OSError):
+            status = other.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                with locked(other / _MARK):
+                    shutil.rmtree(other)
+
+
+def release_folder(temporary: Path) -> None:
+    """Remove the lock from a folder of `temporary_folder_beside`, which is about to get its name."""
+    with suppress(FileNotFoundError):
+        _lock_of(temporary / _MARK).unlink()
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its missing parents, however many. InvalidInputError if something else is in the way."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        try:
+            folder.mkdir(exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise InvalidInputError(f"{folder} is not a folder", hint="choose another place") from error
+
+
+@contextmanager
+def locked(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
     """Lock `path` against all other users on this machine, in this process and others.
 
-    InvalidInputError if it is locked already; with `wait`, wait for it instead. The lock is a file beside `path`, which
-    stays. The block's end releases it, and so does the death of the process.
+    InvalidInputError if it is still locked after `wait_s` seconds. The lock is an empty file beside `path`, which
+    stays. Anything else there is refused and not touched. The block's end releases the lock, and so does the death of
+    the process.
     """
     if sys.platform == "win32":
         yield
@@ -62,14 +133,74 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
 
     if not path.parent.is_dir():
         raise InvalidInputError(f"{path.parent} is not a folder", hint="create it, or choose another place")
-    with path.with_name(f"{path.name}.lock").open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InvalidInputError(
-                f"{path} is used by another process, or twice in this one", hint="stop it, or choose another path"
-            ) from error
+    fd, deadline_s = _open_lock(_lock_of(path)), time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline_s:
+                    raise InvalidInputError(
+                        f"{path} is used by another process, or twice in this one",
+                        hint="stop it, or choose another path",
+                    ) from error
+            time.sleep(_LOCK_POLL_S)
         yield
+    finally:
+        os.close(fd)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _open_lock(path: Path) -> int:
+    """Open or create an empty file. A link is not followed, and nothing is truncated: it may be a file of the user."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    refusal = InvalidInputError(
+        f"{path} is not the lock of a deltasync process, which is an empty file",
+        hint="choose another path: the lock is beside it",
+    )
+    try:
+        fd = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise refusal from error
+        raise
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size:
+        os.close(fd)
+        raise refusal
+    return fd
+
+
+def reserve(fd: int, size: int) -> None:
+    """Extend an open file with zeros to `size` bytes, and allocate disk space for all of it.
+
+    A write through a mapping of the file then cannot fail for lack of space, which would end the process by a signal.
+    OSError with a code of `FULL` if there is too little.
+    """
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in _NO_RESERVATION:
+                raise
+    zeros = bytes(_ZEROS_BYTES)
+    at = os.fstat(fd).st_size
+    while at < size:
+        at += os.pwrite(fd, memoryview(zeros)[: size - at], at)
+
+
+def fill_holes(fd: int) -> None:
+    """Allocate disk space for what is only a hole in an open file, so that a mapping of it can be written."""
+    if sys.platform == "win32":
+        return
+    status = os.fstat(fd)
+    if status.st_blocks * _STAT_BLOCK_BYTES < status.st_size:
+        reserve(fd, status.st_size)
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -5,9 +5,10 @@ safetensors file.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from deltasync import blocks
 from deltasync.checkpoint import open_checkpoint, write_checkpoint_like
-from deltasync.errors import InvalidInputError, MismatchError, NotFoundError
+from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.files import reader
 from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout, TensorSpec
@@ -103,9 +104,13 @@ def open_payload(source: Delta) -> Iterator[Payload]:
     if not path.exists():
         raise NotFoundError(f"{path} does not exist", hint="give the file that `deltasync diff` wrote")
     if path.is_dir():
-        raise InvalidInputError(f"{path} is a folder, not a payload", hint="give the file that `deltasync diff` wrote")
+        raise InvalidInputError(f"{path} is a folder, not a delta", hint="give the file that `deltasync diff` wrote")
     with path.open("rb") as file:
-        yield Payload.open(reader(file.fileno()), os.fstat(file.fileno()).st_size)
+        try:
+            payload = Payload.open(reader(file.fileno()), os.fstat(file.fileno()).st_size)
+        except (CorruptError, FormatError) as error:
+            raise error.at(path) from error
+        yield payload
 
 
 def _require_parent(before: Weights, header: PayloadHeader, old: State, progress: Progress | None) -> None:
@@ -211,6 +216,25 @@ class TensorSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSummary:
+    """The tensors of one layer. `changed` is None where one of its blocks has elements of other layers, too."""
+
+    name: str
+    tensors: int
+    elements: int
+    changed: int | None
+
+
+_LAYER = re.compile(r"(?:.*?\.)?[0-9]+(?=\.)")
+
+
+def layer_name(tensor: str) -> str:
+    """The layer that a tensor belongs to: its name up to the first number, or else without its last part."""
+    numbered = _LAYER.match(tensor)
+    return numbered[0] if numbered is not None else tensor.rpartition(".")[0] or tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Inspection:
     """Summary of a checked payload. The bytes of its blocks are not read."""
 
@@ -222,6 +246,7 @@ class Inspection:
     codecs: tuple[CodecSummary, ...]
     blocks: tuple[BlockSummary, ...]
     tensors: tuple[TensorSummary, ...]
+    layers: tuple[LayerSummary, ...] = ()
 
     @property
     def changed(self) -> int:
@@ -255,13 +280,25 @@ class Inspection:
                 }
                 for t in self.tensors
             ],
+            "layers": [
+                {"name": y.name, "tensors": y.tensors, "elements": y.elements, "changed": y.changed}
+                for y in self.layers
+            ],
         }
 
 
-def inspect(payload: Delta) -> Inspection:
-    """Summarize a payload, given as its bytes or its path. Every rule that needs no weights is checked."""
+def inspect(payload: Delta, *, old: State | None = None, progress: Progress | None = None) -> Inspection:
+    """Summarize a payload, given as its bytes or its path. Every rule that needs no weights is checked.
+
+    The index counts changes by block. With `old`, the state that a delta was made against, the changes are decoded and
+    counted for each tensor and layer.
+    """
     with open_payload(payload) as opened:
         header, infos = opened.header, opened.block_infos
+        counts = None if old is None else _count_changes(opened, old, progress)
+    tensors = _tensors(header.layout, infos)
+    if counts is not None:
+        tensors = tuple(replace(t, changed=count) for t, count in zip(tensors, counts, strict=True))
     return Inspection(
         kind=header.kind,
         layout=header.layout,
@@ -270,7 +307,52 @@ def inspect(payload: Delta) -> Inspection:
         nbytes=opened.nbytes,
         codecs=_codecs(infos),
         blocks=tuple(_block(header.layout, info) for info in infos),
-        tensors=_tensors(header.layout, infos),
+        tensors=tensors,
+        layers=_layers(header.layout, infos, counts),
+    )
+
+
+def _count_changes(payload: Payload, old: State, progress: Progress | None) -> list[int]:
+    """The number of changed elements of each tensor, by decoding a delta."""
+    if payload.header.kind != "delta":
+        raise InvalidInputError(f"this payload is of kind {payload.header.kind}, which has no older state")
+    before = _weights_of(old, "old")
+    _require_parent(before, payload.header, old, progress)
+    counts = [0] * len(before.layout.tensors)
+    count = counting(progress, "decode", sum(info.elements for info in payload.block_infos))
+    for changes in blocks.decode(before, payload.blocks(), on_progress=count):
+        positions = changes.positions
+        if positions is None:
+            # All elements of the block are given: those that differ have changed.
+            positions = np.flatnonzero(before.region(changes.runs).gather() != changes.values).astype(np.uint32)
+        ends = np.searchsorted(positions, np.cumsum(changes.runs[:, 2]))
+        for ordinal, found in zip(changes.runs[:, 0].tolist(), np.diff(ends, prepend=0).tolist(), strict=True):
+            counts[ordinal] += found
+    return counts
+
+
+def _layers(layout: Layout, infos: Sequence[BlockInfo], counts: Sequence[int] | None) -> tuple[LayerSummary, ...]:
+    """The layers in the order of their numbers; `counts` are the changes of each tensor, if they are known."""
+    ordinals: dict[str, list[int]] = {}
+    for ordinal, spec in enumerate(layout.tensors):
+        ordinals.setdefault(layer_name(spec.name), []).append(ordinal)
+    changed: dict[str, int | None] = dict.fromkeys(ordinals, 0)
+    if counts is not None:
+        changed = {name: sum(counts[i] for i in group) for name, group in ordinals.items()}
+    else:
+        for info in infos:
+            touched = {layer_name(layout.tensors[i].name) for i in set(info.runs[:, 0].tolist())}
+            for name in touched:
+                before = changed[name]
+                is_known = before is not None and (len(touched) == 1 or info.changed == 0)
+                changed[name] = before + info.changed if before is not None and is_known else None
+
+    def order(name: str) -> list[tuple[bool, int, str]]:
+        return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
+
+    return tuple(
+        LayerSummary(name, len(group), sum(layout.tensors[i].elements for i in group), changed[name])
+        for name, group in sorted(ordinals.items(), key=lambda item: order(item[0]))
     )
 
 

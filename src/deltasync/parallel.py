@@ -8,12 +8,16 @@ call.
 import os
 import re
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from itertools import islice
-from typing import Protocol, TypeVar
+from queue import SimpleQueue
+from typing import NoReturn, ParamSpec, Protocol, TypeVar
 
+from deltasync.arguments import whole_number
 from deltasync.errors import InvalidInputError
 
 VARIABLE = "DELTASYNC_THREADS"
@@ -25,6 +29,7 @@ _DIGITS = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+_P = ParamSpec("_P")
 
 
 class Progress(Protocol):
@@ -49,9 +54,7 @@ def counting(progress: Progress | None, phase: str, total: int) -> Callable[[int
 
 def set_threads(count: int | None) -> None:
     """Compute with `count` threads from now on. With None: as DELTASYNC_THREADS says, or one thread per core."""
-    if count is not None and not 1 <= count <= THREADS_MAX:
-        raise InvalidInputError(f"the number of threads must be from 1 to {THREADS_MAX}, not {count}")
-    _pools.wanted = count
+    _pools.wanted = None if count is None else whole_number("count", count, least=1, most=THREADS_MAX)
 
 
 def threads() -> int:
@@ -108,12 +111,127 @@ def each(
         wait([future for _, future in started if not future.cancel()])
 
 
+class ProcessBound:
+    """Has threads, connections and locks that exist only in the process that created it.
+
+    In a fork of it every use is refused, where it would wait without end for threads that were not copied. It cannot be
+    pickled or copied.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def _is_here(self) -> bool:
+        """Whether this is the process that created it."""
+        return os.getpid() == self._pid
+
+    def _require_here(self) -> None:
+        """InvalidInputError in any other process than the one that created it."""
+        if not self._is_here():
+            name = type(self).__name__
+            raise InvalidInputError(
+                f"this {name} was created in process {self._pid} and is used in a fork of it, where its threads do not "
+                "exist",
+                hint=f"create a {name} in the child",
+            )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(
+            f"cannot pickle or copy a {name}: its threads and its copy of the weights are in this process only; "
+            f"give the other process the URL of the feed, and create a {name} there"
+        )
+
+
 def lower_priority(niceness: int) -> None:
     """Lower the priority of the calling thread and of the pools' threads, where the system has one for each thread."""
     with _pools.lock:
         _pools.niceness = niceness
         _pools.forget()
     _set_niceness(niceness)
+
+
+class Pool:
+    """Daemon threads that do what is submitted, in this order. They start when they are needed, up to `count` of them.
+
+    A thread of ThreadPoolExecutor that waits for a store which never answers keeps its process from exiting, and takes
+    no work once the interpreter has begun to exit. These threads do neither.
+    """
+
+    def __init__(self, count: int, name: str, *, niceness: int | None = None) -> None:
+        self._count = count
+        self._name = name
+        self._niceness = niceness
+        self._lock = threading.Lock()
+        self._idle = threading.Semaphore(0)
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._is_shut = False
+        # Threads know only the queue: those of a pool that is no longer used end.
+        weakref.finalize(self, self._queue.put, None).atexit = False
+
+    def submit(self, work: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> "Future[_R]":
+        """Do the work in a thread of the pool.
+
+        Where no thread can be started, such as at exit from Python 3.12 on, it waits for one that runs, or for a caller
+        that cancels it and does it, as `each` does. `start` makes sure that there is a thread.
+        """
+        future: Future[_R] = Future()
+
+        def perform() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = work(*args, **kwargs)
+                except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+
+        with self._lock:
+            if self._is_shut:
+                raise RuntimeError("this pool was shut down")
+            self._queue.put(perform)
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._count:
+                with suppress(RuntimeError):
+                    self._start_thread()
+        return future
+
+    def start(self) -> None:
+        """Start the first thread now; RuntimeError if that is not possible."""
+        with self._lock:
+            if not self._threads:
+                self._start_thread()
+                self._idle.release()
+
+    def shutdown(self) -> None:
+        """Take no more work, and wait until what was submitted is done."""
+        with self._lock:
+            self._is_shut = True
+        self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(
+            target=_work,
+            args=(self._queue, self._idle, self._niceness),
+            name=f"{self._name}_{len(self._threads)}",
+            daemon=True,
+        )
+        thread.start()
+        self._threads.append(thread)
+
+
+def _work(queue: "SimpleQueue[Callable[[], None] | None]", idle: threading.Semaphore, niceness: int | None) -> None:
+    """A thread of a pool."""
+    _set_niceness(niceness)
+    while (perform := queue.get()) is not None:
+        perform()
+        # It keeps what the work refers to alive.
+        del perform
+        idle.release()
+    # The other threads end, too.
+    queue.put(None)
 
 
 class _Pools:
@@ -123,17 +241,17 @@ class _Pools:
         self.lock = threading.Lock()
         self.wanted: int | None = None
         self.niceness: int | None = None
-        self._computing: tuple[int, ThreadPoolExecutor] | None = None
-        self._waiting: ThreadPoolExecutor | None = None
+        self._computing: tuple[int, Pool] | None = None
+        self._waiting: Pool | None = None
 
-    def computing(self) -> ThreadPoolExecutor:
+    def computing(self) -> Pool:
         count = threads()
         with self.lock:
             if self._computing is None or self._computing[0] != count:
                 self._computing = count, self._new(count, "deltasync-compute")
             return self._computing[1]
 
-    def waiting(self) -> ThreadPoolExecutor:
+    def waiting(self) -> Pool:
         with self.lock:
             if self._waiting is None:
                 self._waiting = self._new(_WAITING_THREADS, "deltasync-wait")
@@ -143,8 +261,8 @@ class _Pools:
         """Make new pools at the next use. Work that was submitted to the old ones is finished there."""
         self._computing = self._waiting = None
 
-    def _new(self, count: int, name: str) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(count, name, _set_niceness, (self.niceness,))
+    def _new(self, count: int, name: str) -> Pool:
+        return Pool(count, name, niceness=self.niceness)
 
 
 def _set_niceness(niceness: int | None) -> None:

@@ -20,11 +20,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 
+from deltasync import arguments
 from deltasync.errors import DeltasyncError, InvalidInputError
+from deltasync.format.companions import require_files
 from deltasync.store import Feed
+from deltasync.torch.companions import model_files, saved_files
 from deltasync.torch.publisher import Publisher, TorchPublisher
 from deltasync.torch.sharded import ShardedPublisher
-from deltasync.torch.tensors import NamedTensors, TorchState, named_tensors, unwrapped
+from deltasync.torch.tensors import NamedTensors, TorchState, named_tensors, require_dtype, unwrapped
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import PublisherOptions
 
@@ -180,10 +183,12 @@ class DeltasyncCallback(TrainerCallback):
         dtype: torch.dtype | None = None,
         options: PublisherOptions = PublisherOptions(),
     ) -> None:
-        if every_steps < 1:
-            raise InvalidInputError(
-                f"every_steps must be at least 1, not {every_steps}", hint="1 publishes after every step"
-            )
+        arguments.one_of("what", what, ("model", "adapter", "merged"))
+        every_steps = arguments.whole_number("every_steps", every_steps, least=1, hint="1 publishes after every step")
+        if dtype is not None:
+            require_dtype(dtype)
+        arguments.instance("options", options, PublisherOptions)
+        require_files({} if files is None else files)
         self._feed = feed
         self._what: What = what
         self._every_steps = every_steps
@@ -257,30 +262,6 @@ class DeltasyncCallback(TrainerCallback):
         except DeltasyncError:
             self.close()
             raise
-
-
-def model_files(
-    model: PreTrainedModel, processing_class: Any = None, *, dtype: torch.dtype | None = None
-) -> dict[str, bytes]:
-    """The files that `save_pretrained` writes beside the weights of a model and its tokenizer or processor.
-
-    `dtype`: what the weights are published as, if that is not what they are.
-    """
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    config.dtype = model.dtype if dtype is None else dtype
-    generation = saved_files(model.generation_config) if model.can_generate() else {}
-    return {"config.json": config.to_json_string().encode(), **generation, **saved_files(processing_class)}
-
-
-def saved_files(thing: Any) -> dict[str, bytes]:
-    """What a tokenizer, processor or configuration writes when it is saved; nothing for None."""
-    if thing is None:
-        return {}
-    with tempfile.TemporaryDirectory() as folder:
-        thing.save_pretrained(folder)
-        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def _source_of(module: torch.nn.Module, what: What, dtype: torch.dtype | None) -> tuple[Source, dict[str, bytes]]:

@@ -19,8 +19,7 @@ from typing import Protocol
 import torch
 
 from deltasync.errors import DeltasyncError, InvalidInputError, StoreError
-from deltasync.feed.log import Log
-from deltasync.feed.prune import LIVE_S
+from deltasync.feed.log import LIVE_S, Log, is_live
 from deltasync.format.sealed import Heartbeat
 from deltasync.store import Feed, opened
 from deltasync.torch.publisher import Publisher
@@ -41,17 +40,14 @@ _START = "start a replica that follows this feed, such as `deltasync serve`, and
 def serving(log: Log, *, live_s: float = LIVE_S, clock: Callable[[], float] = time.time) -> list[tuple[int, Heartbeat]]:
     """Versions and heartbeats of the live replicas that serve one, the slowest first.
 
-    Live: the heartbeat is younger than `live_s`. A replica without a version makes no rollouts and is left out.
+    Live: the heartbeat is younger than `live_s`. A replica without a version makes no rollouts and is left out, and so
+    is one with a version that this feed does not have, or has with another digest.
     """
-    oldest_unix_s = clock() - live_s
-    replicas = [(b.version, b) for b in log.heartbeats() if b.version is not None and b.unix_s > oldest_unix_s]
+    now_unix_s = clock()
+    live = [beat for beat in log.heartbeats() if is_live(beat, now_unix_s, live_s=live_s)]
+    compared = zip(live, log.compare(live), strict=True)
+    replicas = [(b.version, b) for b, has_digest in compared if b.version is not None and has_digest is not False]
     return sorted(replicas, key=lambda pair: (pair[0], pair[1].replica))
-
-
-def slowest(log: Log, *, live_s: float = LIVE_S, clock: Callable[[], float] = time.time) -> Heartbeat | None:
-    """The live replica that serves the oldest version; None if no live one serves any."""
-    replicas = serving(log, live_s=live_s, clock=clock)
-    return replicas[0][1] if replicas else None
 
 
 def wait_for_replicas(
@@ -266,8 +262,8 @@ class DeltasyncTransfer:
     def _served(self) -> int | None:
         """The version that all live replicas have reached; None if there is none."""
         feed = self._opened
-        heartbeat = None if feed is None else slowest(feed.log, live_s=self._live_s)
-        return None if heartbeat is None else heartbeat.version
+        live = [] if feed is None else serving(feed.log, live_s=self._live_s)
+        return live[0][0] if live else None
 
     def _update_label(self, model_version: int) -> None:
         """Replaces the worker's method: TRL calls it after each sync, and with an old count when it resumes."""

@@ -41,7 +41,7 @@ Change = Callable[[Pieces], object]
 
 @dataclass(frozen=True)
 class Attack:
-    """`stage` says where it is refused: by whoever opens the file, or only when it is applied."""
+    """`stage` says where it is refused: when the file is opened, or only when it is applied."""
 
     data: bytes
     error: str
@@ -61,7 +61,7 @@ DELTA, PLAIN = delta(), delta("coo/1")
 
 
 def container(header: str | bytes, data: bytes = b"", *, length: int | None = None) -> bytes:
-    """A safetensors file of any header, with any length told."""
+    """A safetensors file of any header, with any length in its first bytes."""
     text = header if isinstance(header, bytes) else header.encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
@@ -146,7 +146,7 @@ def one_more_tensor(p: Pieces) -> None:
 
 
 NESTED = "[" * 20_000
-TOLD = str(good_block("exp/1", "bytes").changed + 96)
+CHANGED = str(good_block("exp/1", "bytes").changed + 96)
 ATTACKS: dict[str, Attack] = {
     # cut short, or too long
     "empty": Attack(b"", "corrupt", "safetensors.truncated"),
@@ -256,7 +256,7 @@ ATTACKS: dict[str, Attack] = {
     "made-against-another-state": Attack(other_parent(), "mismatch", "payload.parent", "apply"),
     "anchor-of-others": Attack(anchor_of_others(), "corrupt", "block.digest", "apply"),
     "changed-not-as-told": Attack(
-        mutated(DELTA, lambda p: (p.index["blocks"][1].update(changed=96), p.metadata.update(changed=TOLD))),
+        mutated(DELTA, lambda p: (p.index["blocks"][1].update(changed=96), p.metadata.update(changed=CHANGED))),
         "corrupt",
         "block.changed",
         "apply",

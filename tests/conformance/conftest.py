@@ -17,7 +17,7 @@ def _no_accounts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
-    # Nobody asks the network for an account.
+    # No request for an account goes to the network.
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 

@@ -82,7 +82,7 @@ def test_s3(
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"AWS_PROFILE": "nobody"}, "there is no AWS profile 'nobody'"),
+        ({"AWS_PROFILE": "absent"}, "there is no AWS profile 'absent'"),
         ({"AWS_PROFILE": "role"}, "export-credentials"),
         ({"AWS_PROFILE": "login"}, "export-credentials"),
         ({"AWS_PROFILE": "half", "AWS_EC2_METADATA_DISABLED": "true"}, "there are no AWS credentials"),

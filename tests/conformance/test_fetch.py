@@ -13,7 +13,7 @@ PART = 1000
 
 
 class Watched(MemoryStore):
-    """Notes each range, and from which thread it was asked for; fails at one offset if told to."""
+    """Notes each range, and from which thread it was asked for; fails at one offset if one is given."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,8 +4,10 @@ import random
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -13,7 +15,7 @@ from support.hub import PAGE_ENTRIES, Hub
 
 from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError, StoreError
 from deltasync.store import open_store
-from deltasync.store.hub import BucketStore
+from deltasync.store.hub import BucketStore, _without_secrets
 from deltasync.testing.conformance import StoreConformance
 
 Call = Callable[[BucketStore], object]
@@ -46,7 +48,7 @@ class TestConformance(StoreConformance):
 
 
 def failure(call: Call, store: BucketStore, standin: Hub) -> DeltasyncError:
-    """The error of a call, which must have a hint and must not tell the token."""
+    """The error of a call, which must have a hint and must not contain the token."""
     with pytest.raises(DeltasyncError) as caught:
         call(store)
     assert standin.environment()["HF_TOKEN"] not in "".join(traceback.format_exception(caught.value))
@@ -118,7 +120,7 @@ def test_listing_goes_over_all_pages(store: BucketStore, standin: Hub) -> None:
     assert list(store.list("other/")) == []
 
 
-def test_a_listing_tells_size_and_age_and_skips_strays(store: BucketStore, standin: Hub) -> None:
+def test_a_listing_has_size_and_age_and_skips_strays(store: BucketStore, standin: Hub) -> None:
     info = standin.buckets["user/feeds"]["run-1/a"]
     info["uploadedAt"] = "2026-01-02T03:04:05.500Z"
     standin.buckets["user/feeds"]["run-1/.hidden"] = {**info, "path": "run-1/.hidden"}
@@ -192,6 +194,51 @@ def test_a_batch_that_fails(store: BucketStore, standin: Hub, call: Call) -> Non
     assert [info.key for info in store.list()] == ["a"]
 
 
+@pytest.mark.parametrize("call", [PUT, DELETE])
+def test_a_server_that_repeats_the_token(store: BucketStore, standin: Hub, call: Call) -> None:
+    """`failure` looks for it in the whole traceback."""
+    token = standin.environment()["HF_TOKEN"]
+    standin.refused = dict.fromkeys(("run-1/versions/1.json", "run-1/a"), f"Bearer {token} has no quota")
+    assert "has no quota" in str(failure(call, store, standin))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("nothing secret", "nothing secret"),
+        ("token hf_abcDEF123456 is wrong", "token [hidden] is wrong"),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer [hidden]"),
+        ("at https://user:pass@hub.example/x?sig=1", "at https://hub.example/x"),
+        ("my-own-token was refused", "[hidden] was refused"),
+    ],
+)
+def test_secrets_are_hidden(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "my-own-token")
+    assert _without_secrets(text) == shown
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 1), (0, 1000), (999, 2), (2500, 3000)])
+def test_a_server_that_ignores_ranges_is_read_up_to_their_end(
+    store: BucketStore, monkeypatch: pytest.MonkeyPatch, offset: int, length: int
+) -> None:
+    sent = []
+
+    def chunks() -> Iterator[bytes]:
+        while True:
+            sent.append(1000)
+            yield bytes((len(sent) - 1) % 251 for _ in range(1000))
+
+    @contextmanager
+    def answer(*_: object, **__: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(status_code=200, headers={}, iter_bytes=chunks)
+
+    monkeypatch.setattr("huggingface_hub.utils.http_stream_backoff", answer)
+    monkeypatch.setattr("huggingface_hub.utils.hf_raise_for_status", lambda response: None)
+    expected = bytes(at // 1000 % 251 for at in range(offset, offset + length))
+    assert store.get_range("a", offset, length) == expected
+    assert sum(sent) < offset + length + 2000
+
+
 ROUTES = {
     "put": ("token", "xorb", "shard", "batch"),
     "get": ("paths", "resolve", "token", "plan", "chunks"),
@@ -243,7 +290,7 @@ def test_a_lost_response_is_not_seen(store: BucketStore, standin: Hub, call: Cal
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_nobody_answers(store: BucketStore, standin: Hub, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+def test_no_server_answers(store: BucketStore, standin: Hub, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     # Bound, but not listening.
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -84,7 +84,57 @@ def test_what_names_no_store(url: str, said: str, monkeypatch: pytest.MonkeyPatc
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("url", ["s3://key:secret-value@bucket/x", "s3://bucket/x?X-Amz-Signature=secret-value"])
+ALMOST = [
+    ("s3:/bucket/run", "s3://bucket/run"),
+    ("s3//bucket/run", "s3://bucket/run"),
+    ("s3:bucket", "s3://bucket"),
+    ("S3:/Bucket", "s3://Bucket"),
+    (" s3://bucket", "s3://bucket"),
+    ("gs:/bucket", "gs://bucket"),
+    ("gs//bucket", "gs://bucket"),
+    ("az:/container", "az://container"),
+    ("hf:/buckets/a/b", "hf://buckets/a/b"),
+    ("file:/data/feed", "file:///data/feed"),
+    ("memory:/name", "memory://name"),
+    ("s4://bucket", "s3://bucket"),
+    ("s33:/bucket", "s3://bucket"),
+    ("gcs://bucket", "gs://bucket"),
+    ("mem://name", "memory://name"),
+    (Path("s3://bucket/run"), "'s3://bucket/run'"),
+]
+
+
+@pytest.mark.parametrize(("url", "meant"), ALMOST, ids=str)
+def test_what_is_almost_a_url_is_no_folder(url: str | Path, meant: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        open_store(url)
+    assert f"did you mean {meant}?" in str(caught.value).replace("the string ", "")
+
+
+@pytest.mark.parametrize(
+    "path", ["./s3:/x", "s3/x", "feeds//run", "files//x", "run:1", "run:/x", "C:/x", "s3", "hf.d//x"]
+)
+def test_folders_may_have_odd_names(path: str) -> None:
+    assert isinstance(open_store(path), LocalStore)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3:/key:secret-value@bucket/x",
+        "s4://key:secret-value@bucket/x",
+        "s3//bucket/x?X-Amz-Signature=secret-value",
+        "s3://key:secret-value@bucket/x",
+        "s3://bucket/x?X-Amz-Signature=secret-value",
+        "hf://secret-value@buckets/user/feeds",
+        "hf://user:secret-value@buckets/user/feeds",
+        "hf://buckets/user/feeds?token=secret-value",
+        "hf://buckets/user/feeds#secret-value",
+        "hf://secret-value/user/feeds",
+        "file://user:secret-value@host/x",
+        "file:///x?token=secret-value",
+    ],
+)
 def test_a_secret_in_a_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         open_store(url)

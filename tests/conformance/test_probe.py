@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lossy_proxy import Proxy, proxied
 from support import servers
+from support.lossy_proxy import Proxy, proxied
 
 from deltasync.errors import StoreError
 from deltasync.feed.writer import probe_fencing
@@ -25,7 +25,7 @@ class Ignoring(MemoryStore):
 
 
 class Lying(MemoryStore):
-    """Keeps the first object, and tells both that they won."""
+    """Keeps the first object, and answers both as if they had won."""
 
     def create(self, key: str, data: Data) -> bool:
         super().create(key, data)

@@ -1,4 +1,4 @@
-"""Buckets: what a real S3 server answers, and what a user is told."""
+"""Buckets: what a real S3 server answers, and the messages that a user gets."""
 
 import os
 import pickle
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import obstore
 import pytest
-from lossy_proxy import Proxy, proxied
 from support import servers
+from support.lossy_proxy import Proxy, proxied
 
 from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError, StoreError
 from deltasync.feed.fetch import get_whole
@@ -188,7 +188,7 @@ def test_one_request_each(seaweed: servers.Server, proxy: Proxy) -> None:
     assert proxy.seen[1:] == ["GET"]
 
 
-@pytest.mark.parametrize("how", ["503", "cut"])
+@pytest.mark.parametrize("how", ["503", "cut", "refuse", "drop"])
 def test_what_can_be_repeated_is_repeated(seaweed: servers.Server, proxy: Proxy, how: str) -> None:
     store = open_store(seaweed.url(secrets.token_hex(8)))
     for call, given in (
@@ -250,19 +250,19 @@ early = open_store({url!r})
 if sys.argv[1] == "used":
     early.put("key", b"1")
 if os.fork() == 0:
-    told = 0
+    refused = 0
     for store in (early, open_store({url!r})):
         try:
             print(store.get("key"), flush=True)
         except InvalidInputError as error:
-            told += "spawn" in str(error)
-    os._exit(10 + told)
+            refused += "spawn" in str(error)
+    os._exit(10 + refused)
 print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
 @pytest.mark.parametrize(("before", "printed"), [("used", "12\n"), ("unused", "b'1'\nb'1'\n10\n")])
-def test_a_fork_is_told_so_and_does_not_hang(store: Store, before: str, printed: str) -> None:
+def test_a_forked_process_gets_an_error_and_does_not_hang(store: Store, before: str, printed: str) -> None:
     store.put("key", b"1")
     code = [sys.executable, "-W", "ignore", "-c", FORK.format(url=store.url), before]
     done = subprocess.run(code, capture_output=True, text=True, timeout=60, check=False)
@@ -287,7 +287,7 @@ def test_names_that_are_no_keys_are_passed_over(seaweed: servers.Server, store: 
     assert [info.key for info in store.list()] == ["key"]
 
 
-def test_without_credentials_the_user_is_told(
+def test_without_credentials_the_error_says_what_is_missing(
     seaweed: servers.Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")

@@ -1,5 +1,6 @@
 """Parts of the adapter for buckets that need no server: errors by their words, and listings in any order."""
 
+import errno
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from obstore import exceptions
-from support.soak import repeats
+from support import repeats
 
 from deltasync.errors import NotFoundError, StoreError
 from deltasync.store import remote
@@ -27,7 +28,8 @@ BROKEN = ANSWER + 'HTTP error: error sending request\n\nDebug source:\nHttpError
         (STATUS.format("403 Forbidden", "AccessDenied"), False, "not allowed (403 AccessDenied)"),
         (STATUS.format("403 Forbidden", "ExpiredToken"), False, "not accepted (403 ExpiredToken)"),
         (STATUS.format("401 Unauthorized", "X"), False, "not accepted (401 X)"),
-        (STATUS.format("403 Forbidden", "RequestTimeTooSkewed"), False, "set the clock"),
+        (STATUS.format("403 Forbidden", "RequestTimeTooSkewed"), True, "set the clock"),
+        (STATUS.format("400 Bad Request", "RequestExpired"), True, "set the clock"),
         (STATUS.format("400 Bad Request", "AuthorizationHeaderMalformed"), False, "AWS_REGION"),
         (ANSWER + "Received redirect without LOCATION, an incorrectly configured region", False, "AWS_REGION"),
         (STATUS.format("507 Insufficient Storage", "XMinioStorageFull"), False, "the store is full"),
@@ -45,6 +47,8 @@ BROKEN = ANSWER + 'HTTP error: error sending request\n\nDebug source:\nHttpError
         ),
         (BROKEN.format("Timeout", "other", "x"), True, "http://host:1 cannot be reached: no response"),
         (BROKEN.format("Connect", "InvalidCertificate", "x"), False, "AWS_CA_BUNDLE"),
+        ("Generic S3 error: cannot open a socket: Too many open files (os error 24)", True, "Too many open files"),
+        ("Generic S3 error: cannot read the file: Permission denied (os error 13)", False, "GenericError"),
         ("something else", False, "GenericError"),
     ],
 )
@@ -55,6 +59,13 @@ def test_errors_by_their_words(text: str, transient: bool, said: str) -> None:
     assert said in str(error)
     assert error.hint
     assert "secret" not in str(error)
+
+
+@pytest.mark.parametrize(("code", "transient"), [(errno.ENETUNREACH, True), (errno.EIO, True), (errno.EACCES, False)])
+def test_errors_of_the_system(code: int, transient: bool) -> None:
+    error = translate(OSError(code, "the reason"), "cannot get k", "k")
+    assert isinstance(error, StoreError)
+    assert error.transient is transient
 
 
 def test_missing_is_not_found_only_if_the_bucket_is_there() -> None:
@@ -131,3 +142,34 @@ def test_listings_of_any_server_come_out_in_order(server: Any, found: set[str], 
         patch.setattr("obstore.list", serve)
         listed = [info.key for info in store.list(prefix, after=after)]
     assert listed == [key for key in kept if key.startswith(prefix) and (after is None or key > after)]
+
+
+class WholeObject:
+    """The answer of a server that ignores ranges: an object without end, of which `sent` bytes were read."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.meta = {"size": 1 << 60, "e_tag": None}
+
+    def stream(self) -> Iterator[bytes]:
+        while True:
+            self.sent += 1000
+            yield bytes((self.sent // 1000 - 1) % 251 for _ in range(1000))
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 1), (0, 1000), (999, 2), (2500, 3000), (5000, 0)])
+def test_a_server_that_ignores_ranges_is_read_up_to_their_end(
+    offset: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = WholeObject()
+
+    def get(client: object, key: str, *, options: object = None) -> WholeObject:
+        if options is not None:
+            raise exceptions.GenericError("Received non-partial response when range requested")
+        return whole
+
+    monkeypatch.setattr("deltasync.store.remote.obstore.get", get)
+    store = RemoteStore("s3://bucket", lambda _: None)  # type: ignore[arg-type,return-value]
+    expected = bytes(at // 1000 % 251 for at in range(offset, offset + length))
+    assert store.get_range("key", offset, length) == expected
+    assert whole.sent < offset + length + 2000

@@ -100,7 +100,7 @@ def holds(weights: Weights, wanted: State) -> bool:
 
 
 def require_exact(store: Store, states: Mapping[int, State], versions: Iterable[int] | None = None) -> None:
-    """Every version (or each of `versions`) gives the very bits that were published."""
+    """Every version (or each of `versions`) gives exactly the bits that were published."""
     log = Log(store)
     for version in states if versions is None else versions:
         assert holds(load(log, log.read(version)), states[version]), f"version {version} has other bits"

@@ -1,7 +1,7 @@
 """A publisher to be killed: `python publisher.py URL [--no-sync]`.
 
 For each line on its input it starts one process more (a fork, so that the imports are paid for once), which publishes
-version after version until somebody kills it. The output tells "pid N", then the number of each version whose
+version after version until it is killed. The output is "pid N", then the number of each version whose
 publication has returned, then "killed" or "failed". Weights number n are version n; every fifth has an anchor.
 """
 
@@ -18,7 +18,7 @@ from deltasync.store import open_store
 from deltasync.trainer.checkpoint import publish as publish_checkpoint
 
 
-def publish_for_ever(url: str) -> None:
+def publish_until_killed(url: str) -> None:
     store = open_store(url)
     head = Log(store).head()
     version = 0 if head is None else head.version + 1
@@ -27,11 +27,11 @@ def publish_for_ever(url: str) -> None:
             write_sharded(Path(folder), nth(version))
             found = publish_checkpoint(store, folder, step=version, anchor=version % 5 == 4)
         assert found.version == version
-        tell(str(version))
+        write_line(str(version))
         version += 1
 
 
-def tell(text: str) -> None:
+def write_line(text: str) -> None:
     os.write(1, f"{text}\n".encode())
 
 
@@ -41,6 +41,6 @@ if __name__ == "__main__":
     while sys.stdin.readline():
         pid = os.fork()
         if pid == 0:
-            publish_for_ever(sys.argv[1])
-        tell(f"pid {pid}")
-        tell("killed" if os.WIFSIGNALED(os.waitpid(pid, 0)[1]) else "failed")
+            publish_until_killed(sys.argv[1])
+        write_line(f"pid {pid}")
+        write_line("killed" if os.WIFSIGNALED(os.waitpid(pid, 0)[1]) else "failed")

@@ -8,7 +8,7 @@ from deltasync.replica.follower import Follower
 
 
 def run(folder: str, url: str, *, is_mapped: bool, stop_at: int | None, has_begun: Event) -> None:
-    """Follow until somebody ends it, or only to version `stop_at`."""
+    """Follow until it is ended, or only to version `stop_at`."""
     target = FolderTarget(Path(folder) / "model")
     mirror = Path(folder) / "mirror" if is_mapped else None
     has_begun.set()

@@ -83,7 +83,7 @@ def publishing(url: str, output: Path, *options: str) -> Iterator[Publisher]:
     try:
         yield Publisher(process, output)
     finally:
-        # The session is its own: this reaches the forks, and nobody else.
+        # It has a session of its own, so this reaches its forks and nothing else.
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from known import head_of, nth, require_clean, require_exact
 from running import publishing
-from support import servers
-from support.soak import repeats
+from support import repeats, servers
 
 from deltasync.feed.log import Log
 from deltasync.format import keys

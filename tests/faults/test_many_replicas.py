@@ -50,15 +50,15 @@ def test_eight_replicas_beside_a_trainer(is_local: bool, tmp_path: Path) -> None
     moves = [Moves() for _ in targets]
     with ExitStack() as stack:
         replicas = [
-            stack.enter_context(follower(store, target, observer=told, replica=f"replica-{i}", beat_s=0.05))
-            for i, (target, told) in enumerate(zip(targets, moves, strict=True))
+            stack.enter_context(follower(store, target, observer=observer, replica=f"replica-{i}", beat_s=0.05))
+            for i, (target, observer) in enumerate(zip(targets, moves, strict=True))
         ]
         raised = [stack.enter_context(following(replica)) for replica in replicas]
         beside = train(store, tmp_path)
         head = Log(store).require_head()
         assert head.version == STEPS - 1
-        for told in moves:
-            told.await_version(head.version)
+        for observer in moves:
+            observer.await_version(head.version)
         beats = {beat.replica for beat in Log(store).heartbeats()}
         assert beats == {f"replica-{i}" for i in range(8)}
     assert not any(raised)
@@ -88,7 +88,7 @@ def test_replicas_come_and_go_while_versions_are_anchored(tmp_path: Path) -> Non
                     version = target.version
                 if version is None or not target.holds(load(Log(store), Log(store).read(version))):
                     wrong.append(f"version {version}")
-        except BaseException as error:  # noqa: BLE001 - told below
+        except BaseException as error:  # noqa: BLE001 - reported below
             wrong.append(repr(error))
 
     visitors = [threading.Thread(target=visit, args=(seed,)) for seed in (1, 2)]

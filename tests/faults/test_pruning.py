@@ -22,9 +22,9 @@ from known import (
 )
 from support.helpers import State, write_sharded
 
-from deltasync.feed.log import Log
+from deltasync.feed.log import LIVE_S, Log
 from deltasync.feed.plan import plan
-from deltasync.feed.prune import LIVE_S, plan_prune, prune
+from deltasync.feed.prune import plan_prune, prune
 from deltasync.feed.replay import replay
 from deltasync.format import keys
 from deltasync.format.sealed import FloorRecord, Heartbeat
@@ -150,7 +150,7 @@ def test_a_floor_that_lies_deletes_nothing_that_is_kept(recorded: int) -> None:
 
 @pytest.mark.parametrize("moment", [0, 1, 2, None])
 def test_an_orphan_that_is_committed_between_plan_and_delete(moment: int | None, tmp_path: Path) -> None:
-    """A publisher that comes back after days puts the very objects that a prune is about to remove."""
+    """A publisher that comes back after days puts the same objects that a prune is about to remove."""
     store = LocalStore(tmp_path / "feed")
     publish(store, 0)
     restarted = tmp_path / "checkpoint"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from replica import run
+from support import repeats
 from support.feeds import Feed, same_weights
 from support.replicas import LONG_S
-from support.soak import repeats
 
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import DeltasyncError

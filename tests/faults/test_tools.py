@@ -130,8 +130,8 @@ def test_operations_are_counted() -> None:
     for call in CALLS.values():
         with suppress(NotFoundError):
             call(faulty)
-    told = [(op.number, op.verb, op.key) for op in faulty.operations]
-    assert told == [
+    operations = [(op.number, op.verb, op.key) for op in faulty.operations]
+    assert operations == [
         (1, "put", "a"), (2, "create", "b"), (3, "get", "a"), (4, "get", "none"), (5, "get_range", "a"),
         (6, "list", ""), (7, "delete", "a"),
     ]  # fmt: skip
@@ -152,10 +152,10 @@ def test_a_head_check_is_one_request() -> None:
     publish(store, 1)
     counting = FaultyStore(store)
     assert Log(counting).head(after=1) is None
-    assert [op.verb for op in counting.operations] == ["get"]
+    assert [op.verb for op in counting.operations] == ["get_range"]
 
 
-def test_a_look_after_every_write() -> None:
+def test_the_store_is_shown_after_every_write() -> None:
     seen: list[dict[str, bytes]] = []
     watched = WatchedStore(MemoryStore(), lambda store: seen.append(content(store)))
     watched.put("a", b"1")
@@ -168,7 +168,7 @@ def test_a_look_after_every_write() -> None:
     assert seen == [{"a": b"1"}, {"a": b"1", "b": b"2"}, {"a": b"1", "b": b"2"}, {"b": b"2"}]
 
 
-def test_a_look_after_a_write_whose_answer_got_lost() -> None:
+def test_the_store_is_shown_after_a_write_whose_answer_was_lost() -> None:
     seen: list[dict[str, bytes]] = []
     lossy = FaultyStore(MemoryStore(), at(1, Fault("lose")))
     watched = WatchedStore(lossy, lambda store: seen.append(content(store)))
@@ -177,7 +177,7 @@ def test_a_look_after_a_write_whose_answer_got_lost() -> None:
     assert seen == [{"a": b"1"}]
 
 
-def test_a_look_may_object() -> None:
+def test_an_error_of_the_watcher_is_raised() -> None:
     def look(store: Store) -> None:
         raise AssertionError("not like this")
 

@@ -79,7 +79,7 @@ def test_a_replica_sees_whole_versions_only(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_replica_beside_a_publisher_that_keeps_dying(kind: str) -> None:
     states: dict[int, State] = {}
     replica, store = Replica(states), MemoryStore()
-    for k in range(1, 28):
+    for k in range(1, 34):
         version = head_of(store) + 1
         states[version] = nth(version)
         fault = Fault("crash_before" if kind == "crash_before" else "crash_after")

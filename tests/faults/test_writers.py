@@ -1,4 +1,4 @@
-"""Two writers on one feed: each version has one winner, the loser is told, and nobody's version is overwritten."""
+"""Two writers on one feed: each version has one winner, the loser gets an error, and no version is overwritten."""
 
 import json
 import logging
@@ -96,12 +96,12 @@ def test_two_processes_race(policy: str, tmp_path: Path) -> None:
             assert racer.stdout is not None
             assert racer.stdout.readline() == "ready\n"
         with ThreadPoolExecutor(2) as pool:
-            told = list(pool.map(lambda racer: racer.communicate("go\n", timeout=120)[0], racers))
+            outputs = list(pool.map(lambda racer: racer.communicate("go\n", timeout=120)[0], racers))
     finally:
         for racer in racers:
             racer.kill()
             racer.wait()
-    require_fair(store, [Tally(**json.loads(text)) for text in told])
+    require_fair(store, [Tally(**json.loads(text)) for text in outputs])
 
 
 def test_whole_publications_race() -> None:
@@ -185,7 +185,7 @@ def test_a_stale_writer_changes_nothing(same: bool) -> None:
     assert before.items() <= after.items()
     added = [key for key in after if key not in before]
     assert len(added) == 1
-    assert keys.parse_payload_key(added[0]) is not None, "a payload that nobody asks for, and nothing else"
+    assert keys.parse_payload_key(added[0]) is not None, "a payload that no manifest names, and nothing else"
     assert require_clean(store).restorable == (6, 7, 8)
     require_exact(store, states, (6, 7, 8))
     # What it left behind goes like any other orphan.

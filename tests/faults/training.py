@@ -63,7 +63,7 @@ class Run:
 
 
 def run(folder: str, url: str, stop: int, is_mapped: bool, has_begun: Event) -> None:
-    """Go on from the last checkpoint, and publish every step, until step `stop` or until somebody ends it."""
+    """Go on from the last checkpoint, and publish every step, until step `stop` or until it is ended."""
     has_begun.set()
     torch.set_num_threads(1)
     training = Run(Path(folder))

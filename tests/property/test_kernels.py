@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support import strategies
+from support import repeats, strategies
 from support.helpers import ChangesParts, encode_with, numbers
-from support.soak import repeats
 from support.strategies import Look, Move, random_bits, random_change
 
 from deltasync.errors import DeltasyncError, InvalidInputError
@@ -25,7 +24,7 @@ REFERENCE = load("reference")
 NATIVE = [load(name) for name in available() if name != "reference"]
 FLOATS = [d for d in DTYPES.values() if d.is_float]
 KINDS = {(d.width, d.exponent_shift, d.exponent_mask): d for d in DTYPES.values()}
-"""One element type for each that the kernels can tell apart."""
+"""One element type for each kind that the kernels distinguish."""
 
 # In CI a build without them is a failure, not a reason to skip.
 assert NATIVE or "CI" not in os.environ, "CI must build the native kernels"
@@ -399,6 +398,35 @@ def test_steps_of_every_size(dtype: DType) -> None:
         moves = (-(n // 2 + 1) if n % 2 else n // 2 + 1 for n in steps)
         expected = [(int(a) + move) % 2**bits for a, move in zip(old.gather(), moves, strict=True)]
         assert found[1] == plain(np.array(expected, dtype.bits_dtype))
+
+
+SYMBOLS: dict[str, tuple[list[int], list[float]]] = {
+    "one": ([7], [1]),
+    "one, hardly any others": ([7, 6, 255], [0.9999, 0.00005, 0.00005]),
+    "one more often than all others": ([3, 4, 200], [0.7, 0.25, 0.05]),
+    "a window of 64": (list(range(100, 164)), [1 / 64] * 64),
+    "a window of 64, few others": ([0, *range(90, 120), 255], [0.0005, *[0.999 / 30] * 30, 0.0005]),
+    "all": (list(range(256)), [(i + 1) / 32896 for i in range(256)]),
+}
+"""Symbols and their probabilities: tables that the native coders treat differently."""
+
+
+@pytest.mark.parametrize(("symbols", "probabilities"), SYMBOLS.values(), ids=SYMBOLS.keys())
+def test_rows_of_all_lanes(symbols: list[int], probabilities: list[float]) -> None:
+    """Sequences with the most lanes are coded in vectors; damage must still give the same errors."""
+    rng = np.random.default_rng(len(symbols))
+    region = flat("U8", rng.choice(np.array(symbols, np.uint8), 70_001, p=probabilities))
+    block = REFERENCE.encode_planes(region)
+    assert block[:2] == bytes((1, limits.LANES_LOG2_MAX)), "coded, with all lanes"
+    damaged = [block, block[:-3], block + b"\0"]
+    for place in rng.integers(2, len(block), 12).tolist():
+        damaged.append(block[:place] + bytes((block[place] ^ 1 << place % 8,)) + block[place + 1 :])
+    expected = [outcome(lambda data=data: REFERENCE.decode_planes(data, 70_001, region.dtype)) for data in damaged]
+    assert expected[0] == plain(region.gather())
+    for k in NATIVE:
+        assert k.encode_planes(region) == block, k.name
+        found = [outcome(lambda k=k, data=data: k.decode_planes(data, 70_001, region.dtype)) for data in damaged]
+        assert found == expected, k.name
 
 
 @pytest.mark.parametrize("symbols", [2, 16, 128, *range(224, 257, 2)])

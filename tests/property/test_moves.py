@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import repeats
 from support.feeds import Feed
 from support.helpers import state
 from support.replicas import TorchTarget, follower
-from support.soak import repeats
 from support.strategies import random_change
 
 from deltasync.errors import NotFoundError

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import strategies
+from support import repeats, strategies
 from support.helpers import anchor_blocks, safetensors_bytes, same_bits
-from support.soak import repeats
 from support.strategies import Look, Move, random_bits, random_change
 
 import deltasync
@@ -127,8 +126,8 @@ def test_known_changes_give_the_same_blocks(codec: str, pair: tuple[Weights, Wei
     old, new = pair
     with small_blocks():
         detected = blocks.encode_delta(old, new, codec=codec)
-        told = blocks.encode_changed(old, changed_of(old, new, index_type), codec=codec)
-    assert plain(told) == plain(detected)
+        encoded = blocks.encode_changed(old, changed_of(old, new, index_type), codec=codec)
+    assert plain(encoded) == plain(detected)
 
 
 @pytest.mark.parametrize("codec", CODECS)

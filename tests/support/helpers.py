@@ -1,9 +1,12 @@
 """States of a small model, payloads made from them, and blocks taken apart so that a test can break one rule."""
 
 import hashlib
+import inspect
 import json
+import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,7 +137,7 @@ def coo_payload() -> bytes:
 
 
 def resealed(data: bytes, fields: Mapping[str, Any]) -> bytes:
-    """A manifest or record with other fields and a seal that fits, as somebody else might have written it."""
+    """A manifest or record with other fields and a seal that fits, as another implementation might have written it."""
     changed = json.loads(data) | dict(fields)
     return sealed({name: value for name, value in changed.items() if name != "sha256"})
 
@@ -242,3 +245,14 @@ def encode_with(thresholds: Sequence[int], old: Region, positions: Positions, va
 def anchor_blocks(weights: Weights) -> list[Block]:
     """All weights as the blocks of an anchor."""
     return [planes.encode(weights, runs) for runs in layout_runs(weights.layout, elements=limits.PLANES_ELEMENTS)]
+
+
+@contextmanager
+def few_frames(count: int = 100) -> Iterator[None]:
+    """Only so many frames are left in the block: a function that calls itself for each level of a path fails."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + count)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)

@@ -162,9 +162,9 @@ class Hub:
     writable: bool = True
     """Whether the token may write."""
     ranged: bool = True
-    """Whether downloads heed ranges; else they send the whole file."""
+    """Whether downloads heed ranges; otherwise they send the whole file."""
     prefixed: bool = True
-    """Whether listings heed the prefix; else they tell of the whole bucket."""
+    """Whether listings heed the prefix; otherwise they list the whole bucket."""
     requests: Counter[str] = field(default_factory=Counter)
     """How often each route was asked, by its name."""
     buckets: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
@@ -172,36 +172,14 @@ class Hub:
     """Paths that a batch may not touch, with the reason given to the client."""
     faults: list[Fault] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    events: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
-    """What the event feed of each bucket told, a list for each batch; a cursor counts them."""
-    cursors: list[str | None] = field(default_factory=list)
-    """Where each request to an event feed began."""
-    oldest: int = 0
-    """The first cursor that the event feeds still know."""
-    connection: int = 0
-    """Counts up when all connections to event feeds are ended."""
 
     def __post_init__(self) -> None:
         self.cas = ContentStore(f"{self.url}/cas")
-        self.grown = threading.Condition(self.lock)
 
     def create_bucket(self, bucket_id: str = "user/feeds") -> str:
         """An empty bucket; its id."""
         self.buckets[bucket_id] = {}
-        self.events[bucket_id] = []
         return bucket_id
-
-    def end_events(self) -> None:
-        """Close the connections to event feeds without a word, as a lost network does."""
-        with self.grown:
-            self.connection += 1
-            self.grown.notify_all()
-
-    def tell(self, bucket_id: str, changes: list[dict[str, Any]]) -> None:
-        """Add a batch to the event feed of a bucket."""
-        with self.grown:
-            self.events[bucket_id].append(changes)
-            self.grown.notify_all()
 
     def environment(self) -> dict[str, str]:
         """The variables that send the client here, and nowhere else."""
@@ -217,7 +195,7 @@ class Hub:
     def fail(self, route: str, *, status: int | None, times: int = 1, after: bool = False) -> None:
         """Let the next requests to a route fail, with a status or (None) with a closed connection.
 
-        Routes: create, tree, paths, batch, events, token, resolve, bridge; those of the CAS: xorb, shard, plan, chunks.
+        Routes: create, tree, paths, batch, token, resolve, bridge; those of the CAS: xorb, shard, plan, chunks.
         """
         self.faults.append(Fault(route, status, times, after))
 
@@ -258,7 +236,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         ("GET", rf"{_BUCKET}/tree(?:/(.*))?", "tree"),
         ("POST", rf"{_BUCKET}/paths-info", "paths"),
         ("POST", rf"{_BUCKET}/batch", "batch"),
-        ("GET", rf"{_BUCKET}/events", "events"),
         ("GET", rf"{_BUCKET}/xet-(read|write)-token", "token"),
         ("HEAD", r"/buckets/([^/]+/[^/]+)/resolve/(.+)", "resolve"),
         ("GET", r"/buckets/([^/]+/[^/]+)/resolve/(.+)", "resolve"),
@@ -287,7 +264,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_POST = do_HEAD = _route  # noqa: N815
 
     def handle(self) -> None:
-        # Whoever watches events leaves in the midst of an answer.
+        # A client may end in the middle of an answer.
         with suppress(ConnectionError):
             super().handle()
 
@@ -324,48 +301,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         operations = [json.loads(line) for line in self.body.splitlines()]
         with self.hub.lock:
             bucket = self.hub.buckets[bucket_id]
-            before = set(bucket)
             reasons = [(o["path"], self.hub.apply(bucket, o)) for o in operations]
-            changes = [{"path": path, "op": _op(path, before, bucket)} for path, reason in reasons if reason is None]
-            self.hub.tell(bucket_id, changes)
         failed = [{"path": path, "error": reason} for path, reason in reasons if reason is not None]
         done = len(operations) - len(failed)
         answer = {"success": not failed, "processed": len(operations), "succeeded": done, "failed": failed}
         self._json(answer, status=422 if failed and done == 0 else 200)
-
-    def events(self, bucket_id: str) -> None:
-        """Until the connection is lost, or the test ends it."""
-        told = self.hub.events[bucket_id]
-        with self.hub.lock:
-            given = self.query.get("cursor", [None])[0]
-            self.hub.cursors.append(given)
-            at, connection = len(told) if given is None else int(given), self.hub.connection
-        self._begin_events()
-        if at < self.hub.oldest:
-            self._event("reset", {"reason": "the cursor is too old"})
-            return
-        self._event("ready", {"cursor": str(at)})
-        while True:
-            with self.hub.grown:
-                if len(told) == at and self.hub.connection == connection:
-                    self.hub.grown.wait(0.1)
-                if self.hub.connection != connection:
-                    return
-                batches = told[at:]
-            self.wfile.write(b": still here\n\n")
-            for changes in batches:
-                at += 1
-                self._event("changes", {"cursor": str(at), "changes": changes})
-
-    def _begin_events(self) -> None:
-        self.close_connection = True
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-        self.send_header("Connection", "close")
-        self.end_headers()
-
-    def _event(self, name: str, content: dict[str, Any]) -> None:
-        self.wfile.write(f"event: {name}\ndata: {json.dumps(content)}\n\n".encode())
 
     def token(self, bucket_id: str, kind: str) -> None:
         if kind == "write" and not self.hub.writable:
@@ -480,10 +420,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(data)
 
 
-def _op(path: str, before: set[str], after: dict[str, Any]) -> str:
-    return "delete" if path not in after else "update" if path in before else "add"
-
-
 @contextmanager
 def hub() -> Iterator[Hub]:
     """A running stand-in on a free port."""
@@ -497,7 +433,6 @@ def hub() -> Iterator[Hub]:
         try:
             yield standin
         finally:
-            standin.end_events()
             server.shutdown()
             server.server_close()
             thread.join()

@@ -1,22 +1,21 @@
 """A model that loads its weights as vLLM's do: fused, stacked, sharded, padded, tied, moved, and packed afterwards."""
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
+from deltasync.format.layout import Layout
 from deltasync.format.safetensors import header_bytes
 from deltasync.format.weights import Changes, Weights
 from deltasync.torch.tensors import element_type, host_bits, layout_of
+from deltasync.vllm.twins import Window
 from deltasync.vllm.worker import RuntimeWeights
 
 Tensors = dict[str, torch.Tensor]
@@ -89,17 +88,17 @@ class Served(nn.Module):
         self.head = nn.Module()
         self.head.weight = self.embed.weight
         self.places = {**self._fused(), **self._stacked(), **self._plain()}
+        kinds = {name: (p.shape, p.dtype, loader) for name, (p, loader) in ({} if odd is None else odd).items()}
+        self._odd_again = lambda: {n: (torch.zeros(s, dtype=d), loader) for n, (s, d, loader) in kinds.items()}
         for name, (parameter, loader) in ({} if odd is None else odd).items():
             module = nn.Module()
             module.weight = nn.Parameter(parameter, requires_grad=False)
             self.add_module(name, module)
             self.places[f"{name}.weight"] = Place(f"{name}.weight", loader)
-        self._odd_names = tuple({} if odd is None else odd)
-        self.poisoned: set[str] | None = None
 
-    def odd_again(self) -> dict[str, tuple[torch.Tensor, Loader]]:
-        """Fresh ones, as this model was given."""
-        return odd(*self._odd_names)
+    def again(self) -> "Served":
+        """A fresh model like this one, which holds no weights yet."""
+        return Served(rank=self.rank, size=self.size, dtype=self.norm.weight.dtype, odd=self._odd_again())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """The names of the parameters that were filled."""
@@ -109,18 +108,14 @@ class Served(nn.Module):
                 continue
             place = self.places[name]
             parameter = parameters[place.parameter]
-            if self.poisoned is not None and place.parameter not in self.poisoned:
-                # A layer that is loaded again starts with uninitialized memory.
-                self.poisoned.add(place.parameter)
-                parameter.data.fill_(7 if not parameter.is_floating_point() else float("nan"))
             place.load(parameter, tensor)
             loaded.add(place.parameter)
         return loaded
 
-    def load(self, tensors: Tensors) -> "Served":
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> "Served":
         """All that vLLM does to start."""
         with torch.no_grad():
-            self.load_weights(tensors.items())
+            self.load_weights(tensors)
             self.pack()
         return self
 
@@ -274,41 +269,32 @@ def save(state: Tensors, path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def reloading(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What vLLM does around a load into a running model, for `Served`; gives the calls."""
-    calls: list[str] = []
-
-    def initialize(model: Served) -> None:
-        calls.append("initialize")
-        model.poisoned = set()
-
-    def finalize(model: Served, config: object) -> None:
-        calls.append("finalize")
-        if "packed.weight" in (model.poisoned or ()):
-            model.pack()
-        model.poisoned = None
-
-    module = ModuleType("reload")
-    module.initialize_layerwise_reload = initialize  # type: ignore[attr-defined]
-    module.finalize_layerwise_reload = finalize  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", module)
-    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    return calls
-
-
 def same_memory(a: Served, b: Served) -> bool:
     ours, theirs = a.bits(), b.bits()
     return ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+class ServedTwins:
+    """Builds the model of a worker once more, in one window or in two."""
+
+    def __init__(self, model: Served) -> None:
+        self._model = model
+        self.dtype: torch.dtype = model.norm.weight.dtype
+
+    def windows(self, layout: Layout) -> list[Window]:
+        return [Window(layout.tensors)]
+
+    def build(self, weights: Iterable[tuple[str, torch.Tensor]], window: Window) -> Served:
+        return self._model.again().load(weights)
 
 
 class Workers:
     """The workers of an engine, each with a model of its own; what goes between is JSON."""
 
     def __init__(self, state: Tensors, *, size: int = 1, odd_names: Iterable[str] = (), **options: Any) -> None:
-        self.models = [Served(rank=r, size=size, odd=odd(*odd_names), **options).load(state) for r in range(size)]
-        self.runtimes = [RuntimeWeights(model, None, rank) for rank, model in enumerate(self.models)]
+        fresh = [Served(rank=rank, size=size, odd=odd(*odd_names), **options) for rank in range(size)]
+        self.models = [model.load(state.items()) for model in fresh]
+        self.runtimes = [RuntimeWeights(model, ServedTwins(model), rank) for rank, model in enumerate(self.models)]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Of `RuntimeWeights`, in each worker."""
@@ -320,8 +306,7 @@ class Workers:
 
         `is_cast`: any NaN will do. Which one a cast makes depends on how the elements lie.
         """
-        fresh = [Served(rank=m.rank, size=m.size, dtype=m.norm.weight.dtype, odd=m.odd_again()) for m in self.models]
-        pairs = [(model, other.load(state)) for model, other in zip(self.models, fresh, strict=True)]
+        pairs = [(model, model.again().load(state.items())) for model in self.models]
         if is_cast:
             for parameter in (p for pair in pairs for model in pair for p in model.parameters()):
                 parameter.data[parameter.isnan()] = float("nan")

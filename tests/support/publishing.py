@@ -1,4 +1,4 @@
-"""What the tests of the publisher share: states by number, stores that stop where they are told to, exact checks."""
+"""What the tests of the publisher share: states by number, stores that stop at a given operation, exact checks."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -96,7 +96,7 @@ class Gate:
             assert self._open.wait(LONG_S)
 
     def await_operation(self) -> None:
-        assert self._reached.wait(LONG_S), "nobody came"
+        assert self._reached.wait(LONG_S), "nothing reached the gate"
 
     def open(self) -> None:
         self._open.set()
@@ -114,7 +114,7 @@ class Outage:
 
 
 class Notes(list[PublishEvent]):
-    """An observer that keeps what it is told."""
+    """An observer that keeps the events that it gets."""
 
     def __call__(self, event: PublishEvent) -> None:
         self.append(event)

@@ -1,4 +1,4 @@
-"""What the tests of replicas share: torch targets of any layout, exact comparisons, followers without frills."""
+"""What the tests of replicas share: torch targets of any layout, exact comparisons, plain followers."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -88,6 +88,12 @@ class Moves(list[Advance]):
             found = self._grown.wait_for(lambda: any(moved.version == version for moved in self), LONG_S)
         assert found, f"version {version} never came, only {[moved.version for moved in self]}"
 
+    def await_next(self, count: int, version: int) -> None:
+        """Until that version was live, after the first `count` advances."""
+        with self._grown:
+            found = self._grown.wait_for(lambda: any(moved.version == version for moved in self[count:]), LONG_S)
+        assert found, f"version {version} never came, only {[moved.version for moved in self]}"
+
 
 @contextmanager
 def following(replica: Follower) -> Iterator[list[BaseException]]:
@@ -112,7 +118,7 @@ def following(replica: Follower) -> Iterator[list[BaseException]]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long between two attempts."""
+    """Make the pauses between two attempts short."""
     monkeypatch.setattr(retry, "_BACKOFF_FIRST_S", 0.001)
     monkeypatch.setattr(retry, "_BACKOFF_MOST_S", 0.002)
     for name in ("_POLL_FIRST_S", "_POLL_MOST_S", "_OUTAGE_MOST_S"):

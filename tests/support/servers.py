@@ -126,7 +126,7 @@ def missing(why: str) -> NoReturn:
 
 
 def free_port(*, companion: int = 0) -> int:
-    """A port that nobody listens on, and neither on the one `companion` above. Below the range of outgoing ports."""
+    """A port that is free, and so is the one `companion` above it. Below the range of outgoing ports."""
     for _ in range(200):
         port = random.randrange(12_000, 22_000)
         if _is_free(port) and (companion == 0 or _is_free(port + companion)):

@@ -6,8 +6,9 @@ import pytest
 import safetensors.numpy
 from support.helpers import safetensors_bytes, same_bits, state, write_sharded
 
-from deltasync.checkpoint import Checkpoint, open_checkpoint, write_checkpoint_like
+from deltasync.checkpoint import Checkpoint, open_checkpoint, write_checkpoint, write_checkpoint_like
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, NotFoundError
+from deltasync.format.safetensors import header_bytes
 from deltasync.format.weights import Weights
 
 INDEX = "model.safetensors.index.json"
@@ -207,6 +208,22 @@ def break_traversal(folder: Path) -> Path:
     return folder
 
 
+def break_long_name(folder: Path) -> Path:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    return folder
+
+
+def break_null_in_name(folder: Path) -> Path:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "x\0.safetensors"}}))
+    return folder
+
+
+def break_shard_is_a_folder(folder: Path) -> Path:
+    (folder / "shard").mkdir()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "shard"}}))
+    return folder
+
+
 def break_index_json(folder: Path) -> Path:
     (folder / INDEX).write_text("{")
     return folder
@@ -236,6 +253,9 @@ BAD = [
     (break_tensor_missing, CorruptError, "checkpoint.index", "ghost"),
     (break_duplicate, CorruptError, "checkpoint.duplicate", "copy.safetensors"),
     (break_traversal, CorruptError, "checkpoint.index", INDEX),
+    (break_long_name, CorruptError, "checkpoint.index", INDEX),
+    (break_null_in_name, CorruptError, "checkpoint.index", INDEX),
+    (break_shard_is_a_folder, NotFoundError, None, "shard is a folder"),
     (break_index_json, CorruptError, "checkpoint.json", INDEX),
     (break_index_map, CorruptError, "checkpoint.index", INDEX),
     (break_truncated, CorruptError, "safetensors.truncated", "model-00001-of-00002.safetensors"),
@@ -251,6 +271,49 @@ def test_refused(tmp_path: Path, break_it: object, error: type[DeltasyncError], 
     assert (type(caught.value), caught.value.rule) == (error, rule)
 
 
-def test_helpers_can_tell_states_apart() -> None:
+ODD_FILES: dict[str, dict[str, bytes]] = {
+    "a file that is also a folder": {"a": b"1", "a/b": b"2"},
+    "a folder that is also a file": {"a/b": b"2", "a": b"1"},
+    "a folder with the name of the weights": {"model.safetensors/x": b"1"},
+    "a folder with the name of the index": {"model.safetensors.index.json/x": b"1"},
+    "many levels": {"/".join(["d"] * 1500): b"1"},
+    "a long name": {"n" * 300: b"1"},
+}
+
+
+@pytest.mark.parametrize("files", ODD_FILES.values(), ids=ODD_FILES.keys())
+def test_paths_that_leave_no_place_for_a_file(files: dict[str, bytes], tmp_path: Path) -> None:
+    with pytest.raises(CorruptError, match="cannot be a file beside the weights") as caught:
+        write_checkpoint(Weights.of(state()).layout, files, tmp_path / "out", lambda weights: None)
+    assert caught.value.rule == "files.path"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_checkpoint_has_space_for_all_of_its_weights(tmp_path: Path) -> None:
+    """Pages without space behind them end the process by a signal once they are written."""
+    layout = Weights.of({"w": np.zeros(1 << 20, np.float32)}).layout
+    seen: list[int] = []
+
+    def fill(weights: Weights) -> None:
+        seen.extend(path.stat().st_blocks * 512 for path in tmp_path.rglob("model.safetensors"))
+
+    write_checkpoint(layout, {}, tmp_path / "out", fill)
+    assert seen[0] >= layout.nbytes
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors"]
+
+
+def test_a_sparse_source_has_space_in_its_copy(tmp_path: Path) -> None:
+    source = tmp_path / "sparse.safetensors"
+    with source.open("wb") as file:
+        head = header_bytes(Weights.of({"w": np.zeros(1 << 20, np.float32)}).layout.tensors, {})
+        file.write(head)
+        file.truncate(len(head) + (1 << 22))
+    seen: list[int] = []
+    fill = lambda weights: seen.extend(p.stat().st_blocks * 512 for p in tmp_path.glob(".*.tmp"))  # noqa: E731
+    write_checkpoint_like(open_checkpoint(source), tmp_path / "out.safetensors", fill)
+    assert seen[0] >= 1 << 22
+
+
+def test_helpers_distinguish_states() -> None:
     assert same_bits(state(), state())
     assert not same_bits(state(), state(1))

@@ -1,9 +1,11 @@
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from support.helpers import changed, safetensors_bytes, state, write_sharded
 import deltasync
 from deltasync import errors
 from deltasync.cli import main as cli
-from deltasync.cli.common import bars, size_text
+from deltasync.cli.output import Output
+from deltasync.cli.units import size_text
 
 Out = pytest.CaptureFixture[str]
 PYTHON = [sys.executable, "-W", "ignore", "-m", "deltasync"]
@@ -78,6 +81,40 @@ def test_inspect(place: Path, capsys: Out) -> None:
     text = capsys.readouterr().out
     for expected in (deltasync.digest("new").hex, deltasync.digest("old").hex, "embed", "delta", "BF16"):
         assert expected in text
+
+
+def test_inspect_by_layer(place: Path, capsys: Out) -> None:
+    """With the old weights the changes of each layer are counted; without them a block may be shared."""
+    rng = np.random.default_rng(3)
+    old = {f"model.layers.{i}.{part}.weight": np.zeros(1000, np.float32) for i in range(11) for part in ("q", "mlp")}
+    old |= {"lm_head.weight": np.zeros(1000, np.float32), "scale": np.zeros(3, np.int8)}
+    new = {name: array.copy() for name, array in old.items()}
+    counts = {name: int(rng.integers(1, min(50, array.size))) for name, array in old.items()}
+    for name, count in counts.items():
+        new[name][rng.choice(new[name].size, count, replace=False)] += 1
+    new["model.layers.4.q.weight"] += 1  # so dense that all weights of the block are smaller
+    counts["model.layers.4.q.weight"] = 1000
+    expected = {f"model.layers.{i}": 0 for i in range(11)} | {"lm_head": 0, "scale": 0}
+    for name, count in counts.items():
+        expected[name.rsplit(".", 2)[0] if "layers" in name else name.partition(".")[0]] += count
+    (place / "o.safetensors").write_bytes(safetensors_bytes(old))
+    for codec in ("exp/1", "coo/1"):
+        (place / "d").write_bytes(deltasync.diff(old, new, codec=codec))
+        assert run("inspect", "d", "--old", "o.safetensors", "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert {layer["name"]: layer["changed"] for layer in found["layers"]} == expected
+        assert {tensor["name"]: tensor["changed"] for tensor in found["tensors"]} == counts
+        assert sum(layer["tensors"] for layer in found["layers"]) == len(old)
+    assert [layer["name"] for layer in found["layers"]][1:12] == [f"model.layers.{i}" for i in range(11)]
+    assert run("inspect", "d") == 0
+    assert f"model.layers.4\t2\t2000\t{expected['model.layers.4']}\t" in capsys.readouterr().out, "coo/1 has no sharing"
+    (place / "d").write_bytes(deltasync.diff(old, new))
+    assert run("inspect", "d") == 0
+    text = capsys.readouterr().out
+    assert "model.layers.4\t2\t2000\tshared\t-" in text
+    assert f"scale\t1\t3\t{expected['scale']}\t" in text, "its block has no other tensor"
+    assert run("inspect", "d", "--old", "old") == 3
+    assert "the delta" in capsys.readouterr().err
 
 
 def test_inspect_prints_names_unchanged(tmp_path: Path, capsys: Out) -> None:
@@ -205,7 +242,49 @@ def prepare_delta_is_output(place: Path) -> list[str]:
     return ["apply", "one.safetensors", "d", "-o", "d"]
 
 
+def prepare_not_safetensors(place: Path) -> list[str]:
+    (place / "notes.txt").write_text("this is not a checkpoint at all")
+    return ["digest", "notes.txt"]
+
+
+def prepare_empty_file(place: Path) -> list[str]:
+    (place / "empty.safetensors").touch()
+    return ["digest", "empty.safetensors"]
+
+
+def prepare_pickle_folder(place: Path) -> list[str]:
+    (place / "pickled").mkdir()
+    (place / "pickled" / "pytorch_model.bin").write_bytes(b"PK\x03\x04 and more")
+    return ["publish", "feed", "pickled"]
+
+
+def prepare_pickle_file(place: Path) -> list[str]:
+    (place / "model.pt").write_bytes(b"PK\x03\x04 and more")
+    return ["diff", "old", "model.pt", "-o", "out"]
+
+
+def prepare_checkpoint_of_transformers(place: Path) -> list[str]:
+    (place / "pt.safetensors").write_bytes(safetensors_bytes(state()))
+    return ["apply", "old", "pt.safetensors", "-o", "out"]
+
+
+def prepare_delta_as_checkpoint(place: Path) -> list[str]:
+    run("diff", "old", "new", "-o", "d")
+    return ["publish", "feed", "d"]
+
+
+def prepare_folder_as_delta(place: Path) -> list[str]:
+    return ["inspect", "new"]
+
+
 BAD = [
+    (prepare_not_safetensors, 3, ["notes.txt is not a safetensors file"]),
+    (prepare_empty_file, 3, ["empty.safetensors is not a safetensors file"]),
+    (prepare_pickle_folder, 1, ["pickled has no .safetensors file, only pytorch_model.bin", "convert it with"]),
+    (prepare_pickle_file, 3, ["model.pt is not a safetensors file", "convert it with"]),
+    (prepare_checkpoint_of_transformers, 3, ["pt.safetensors: this is a checkpoint, not a delta", "payload.format"]),
+    (prepare_delta_as_checkpoint, 1, ["d is a delta of deltasync, not a checkpoint"]),
+    (prepare_folder_as_delta, 1, ["new is a folder, not a delta"]),
     (prepare_wrong_parent, 3, ["digest", "hint"]),
     (prepare_damaged_block, 3, ["block.sha256"]),
     (prepare_truncated, 3, ["safetensors.truncated"]),
@@ -254,19 +333,98 @@ CODES: list[tuple[BaseException, int]] = [
 
 @pytest.mark.parametrize(("error", "code"), CODES, ids=[type(e).__name__ for e, _ in CODES])
 def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: Out, error: BaseException, code: int) -> None:
-    def fail(path: str) -> None:
+    def fail(path: str, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("deltasync.cli.checkpoints.inspect", fail)
+    monkeypatch.setattr("deltasync.cli.checkpoints.read_payload", fail)
     assert run("inspect", "x") == code
     assert "error: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(13, "Permission denied", "f"), "f: Permission denied (check the owner and the mode"),
+        (OSError(28, "No space left on device", "f"), "f: No space left on device (the disk is full"),
+        (OSError(30, "Read-only file system", "f"), "f: Read-only file system (the file system is mounted read-only"),
+        (OSError(18, "Invalid cross-device link", "a", None, "b"), "a and b: Invalid cross-device link\n"),
+        (OSError("a plain text"), "a plain text\n"),
+        (OSError(28, "No space left", "out/.d.0123456789ab.tmp/x"), "out/d/x: No space left (the disk is full"),
+    ],
+    ids=["permission", "full", "read-only", "two files", "text", "a temporary file"],
+)
+def test_errors_of_files_say_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: Out, error: OSError, message: str
+) -> None:
+    def fail(path: str, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("deltasync.cli.checkpoints.read_payload", fail)
+    assert run("inspect", "x") == 1
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert run("inspect", "x", "--json") == 1
+    found = json.loads(capsys.readouterr().err)["error"]
+    assert (found["kind"], found["key"] is None) == ("os", error.filename is None)
+
+
+def test_errors_as_json(place: Path, capsys: Out) -> None:
+    """One line with all that the error knows."""
+    run("diff", "new", "old", "-o", "d")
+    capsys.readouterr()
+    assert run("apply", "old", "d", "-o", "out", "--json") == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    found = json.loads(err)["error"]
+    assert found.keys() == {"kind", "message", "rule", "hint", "key", "version", "exit_code"}
+    assert (found["kind"], found["rule"], found["exit_code"]) == ("mismatch", "payload.parent", 3)
+    assert found["hint"] == "apply it to the state that it was made against"
+
+
+def test_diff_and_apply_as_json(place: Path, capsys: Out) -> None:
+    assert run("diff", "old", "new", "-o", "d", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["output"], found["bytes"]) == ("d", (place / "d").stat().st_size)
+    assert (found["parent_digest"], found["digest"]) == (deltasync.digest("old").hex, deltasync.digest("new").hex)
+    assert run("apply", "old", "d", "-o", "out", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"output": "out", "digest": deltasync.digest("new").hex}
+
+
+def test_levels_of_the_log(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    def chatty(path: str, **options: object) -> None:
+        logger = logging.getLogger("deltasync.feed")
+        logger.debug("a detail")
+        logger.info("what is done")
+        logger.warning("something odd: %s", "\x1b[2J")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("built without kernels", RuntimeWarning, stacklevel=1)
+        raise errors.InvalidInputError("wrong")
+
+    monkeypatch.setattr("deltasync.cli.checkpoints.read_payload", chatty)
+    odd = ["warning: something odd: \\x1b[2J", "warning: built without kernels"]
+    for options, expected in (
+        ([], odd),
+        (["-q"], []),
+        (["-v"], ["info: what is done", *odd]),
+        (["-vv"], ["debug: a detail", "info: what is done", *odd]),
+    ):
+        assert run("inspect", "x", *options) == 1
+        assert capsys.readouterr().err.splitlines() == [*expected, "error: wrong"]
+    assert run("inspect", "x", "--json") == 1
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["log"]["message"] for line in lines[:2]] == [text.removeprefix("warning: ") for text in odd]
+    assert lines[2]["error"]["message"] == "wrong"
+    assert not logging.getLogger("deltasync").handlers, "nothing is left behind in this process"
+
+
 def test_bars_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    with bars() as progress:
+    with Output.of(is_json=False, is_plain=False, is_quiet=False).bars() as progress:
         assert progress is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with bars() as progress:
+    with Output.of(is_json=False, is_plain=False, is_quiet=True).bars() as progress:
+        assert progress is None
+    with Output.of(is_json=False, is_plain=False, is_quiet=False).bars() as progress:
         assert progress is not None
         progress("encode", 1, 2)
         progress("encode", 2, 2)
@@ -305,6 +463,24 @@ def test_a_reader_that_leaves_early(place: Path, option: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["log", "--help"], ["--version"], ["digest", "old"]])
+def test_output_that_cannot_be_written(place: Path, arguments: list[str]) -> None:
+    """A reader that has gone, a full disk, a closed stdout: an exit code, and no traceback."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([*PYTHON, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*PYTHON, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: No space left on device (")
+    assert done.stderr.count("\n") == 1
+    command = ["sh", "-c", '"$@" >&-', "sh", *PYTHON, *arguments]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_an_interrupt_leaves_nothing(place: Path) -> None:
     """Interrupted while the copy is being filled, the command removes it and says 130."""
     run("diff", "old", "new", "-o", "d")
@@ -327,3 +503,24 @@ def test_an_interrupt_leaves_nothing(place: Path) -> None:
         _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "error: interrupted\n")
     assert names(place) == before
+
+
+INTERRUPTER = """
+import importlib.abc, os, signal, sys
+
+class Interrupter(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+"""
+
+
+@pytest.mark.parametrize("module", ["deltasync.cli.main", "numpy", "deltasync.cli.feeds", "deltasync.feed.verify"])
+def test_an_interrupt_while_modules_are_imported(tmp_path: Path, module: str) -> None:
+    (tmp_path / "run.py").write_text(f"{INTERRUPTER}\nfrom deltasync.__main__ import main\nsys.exit(main())\n")
+    environment = {**os.environ, "INTERRUPT_AT": module}
+    command = [sys.executable, str(tmp_path / "run.py"), "log", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")

@@ -1,4 +1,10 @@
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +15,10 @@ from support.helpers import changed, state, write_sharded
 
 import deltasync
 from deltasync.cli import main as cli
-from deltasync.cli.common import ranges_text, time_text
 from deltasync.cli.feeds import base_ref
+from deltasync.cli.units import ranges_text, size_text, time_text
 from deltasync.feed.log import Log
+from deltasync.feed.survey import ORPHAN_S
 from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef
@@ -63,21 +70,40 @@ def text(capsys: Out) -> str:
 def test_publish(place: Path, capsys: Out) -> None:
     assert run("publish", "feed", "c5", "--step", "50", "--parent", "c4", "--threads", "1") == 0
     out = text(capsys)
-    assert out.startswith("version 5: delta of ")
-    assert f"digest {deltasync.digest('c5')}\n" in out
-    assert "elements changed (" in out
+    assert re.match(r"version 5: delta of [0-9.]+ kB in [0-9.]+ m?s \(all weights are .*, [0-9.]+ times smaller\)", out)
+    assert f"digest\t{deltasync.digest('c5')}\n" in out
+    assert re.search(r"changed\t[0-9,]+ of [0-9,]+ elements \([0-9.]+ %\), [0-9.]+ bits each", out)
+    assert "anchor" not in out
     assert run("publish", "feed", "c5", "--json") == 0
     found = read_json(capsys)
-    assert found.keys() == MANIFEST_FIELDS
+    assert found.keys() == MANIFEST_FIELDS | {"full_bytes", "anchor_bytes", "seconds"}
     assert (found["version"], found["kind"], found["step"], found["changed"]) == (6, "delta", None, 0)
-    assert found["payload_bytes"] == 0
+    assert (found["payload_bytes"], found["anchor_bytes"]) == (0, None)
+    assert found["full_bytes"] == sum(array.nbytes for array in state().values())
+    assert found["seconds"] >= 0
+
+
+def test_publish_prints_what_an_anchor_added(place: Path, capsys: Out) -> None:
+    assert run("publish", "feed", "c5", "--anchor") == 0
+    anchor = Log(LocalStore(place / "feed")).anchor(5)
+    assert anchor is not None
+    assert f"anchor\t{size_text(anchor.nbytes)} added, for replicas that join late\n" in text(capsys)
+    assert run("publish", "feed", "c4", "--anchor", "--json") == 0
+    anchor = Log(LocalStore(place / "feed")).anchor(6)
+    assert anchor is not None
+    assert read_json(capsys)["anchor_bytes"] == anchor.nbytes
 
 
 def test_publish_the_first_version(place: Path, capsys: Out) -> None:
     assert run("publish", "new", "c0") == 0
-    assert text(capsys).startswith("version 0: anchor of ")
+    out = text(capsys)
+    assert out.startswith("version 0: anchor of ")
+    assert f"new feed\t{(place / 'new').as_uri()}\n" in out
+    assert run("publish", "typo", "c0", "--must-exist") == 1
+    assert not (place / "typo").exists()
+    assert "there is no version" in capsys.readouterr().err
     assert run("publish", "based", "c0", "--base", "c0") == 0
-    assert text(capsys).startswith("version 0: base of 0 B, digest ")
+    assert text(capsys).startswith("version 0: base of 0 B in ")
     assert run("publish", "based", "c1") == 0
 
 
@@ -102,21 +128,27 @@ def test_base_ref(given: str, name: str, revision: str | None) -> None:
 def test_log(place: Path, capsys: Out) -> None:
     assert run("log", "feed") == 0
     lines = text(capsys).splitlines()
-    assert lines[0].strip() == "5 of 5 versions"
-    rows = [line for line in lines if deltasync.digest("c3").hex[:12] in line]
-    assert len(rows) == 1
-    assert "delta + anchor" in rows[0]
-    assert " 30 " in rows[0]
+    stored = [path.stat().st_size for path in (place / "feed/payloads").iterdir()]
+    size = f"{size_text(sum(stored))} in {len(stored)} payloads, anchors included"
+    assert lines[0] == f"# 5 of 5 versions; {size}"
+    names = lines[1].split("\t")
+    rows = [dict(zip(names, line.split("\t"), strict=True)) for line in lines[2:]]
+    assert [row["version"] for row in rows] == ["0", "1", "2", "3", "4"]
+    anchor = Log(LocalStore(place / "feed")).anchor(3)
+    assert anchor is not None
+    assert [row["anchor"] for row in rows] == ["-", "-", "-", str(anchor.nbytes), "-"]
+    assert (rows[3]["kind"], rows[3]["step"], rows[3]["digest"]) == ("delta", "30", deltasync.digest("c3").hex[:12])
 
 
 def test_log_json(place: Path, capsys: Out) -> None:
     assert run("log", "feed", "--json") == 0
     found = read_json(capsys)
-    assert found.keys() == {"head", "floor", "versions", "skips"}
+    assert found.keys() == {"head", "floor", "stored_bytes", "stored_payloads", "versions", "skips"}
     assert (found["head"], found["floor"], found["skips"]) == (4, 0, [])
     assert [v["version"] for v in found["versions"]] == [0, 1, 2, 3, 4]
     assert [v["has_anchor"] for v in found["versions"]] == [False, False, False, True, False]
-    assert all(v.keys() == MANIFEST_FIELDS | {"has_anchor"} for v in found["versions"])
+    assert all(v.keys() == MANIFEST_FIELDS | {"has_anchor", "anchor_bytes", "pruned"} for v in found["versions"])
+    assert not any(v["pruned"] for v in found["versions"])
     assert [v["digest"] for v in found["versions"]] == [deltasync.digest(f"c{i}").hex for i in range(5)]
 
 
@@ -140,11 +172,15 @@ def test_log_lists_skips_and_the_floor(place: Path, capsys: Out) -> None:
     capsys.readouterr()
     assert run("log", "feed") == 0
     out = text(capsys)
-    assert "pruned before 3" in out
+    assert "pruned before version 3" in out
+    assert [line.split("\t")[:2] for line in out.splitlines()[2:7]] == [
+        ["0", "anchor, pruned"], ["1", "delta, pruned"], ["2", "delta, pruned"], ["3", "delta"], ["4", "delta"]
+    ]  # fmt: skip
     assert "skip from version 3 to 5" in out
     assert run("log", "feed", "--json") == 0
     found = read_json(capsys)
     assert (found["floor"], found["skips"]) == (3, [[3, 5]])
+    assert [v["pruned"] for v in found["versions"]] == [True, True, True, False, False]
 
 
 def test_show(place: Path, capsys: Out) -> None:
@@ -156,9 +192,11 @@ def test_show(place: Path, capsys: Out) -> None:
         deltasync.digest("c3").hex,
         keys.anchor_key(3),
         keys.version_key(4),
-        "restore fetches",
+        "a restore fetches",
     ):
         assert expected in out
+    assert run("show", "feed") == 0
+    assert text(capsys) == out, "the newest version is the default"
     assert run("show", "feed", "3") == 0
     assert "1 shard, " in text(capsys)
 
@@ -253,6 +291,7 @@ def test_verify(place: Path, capsys: Out, option: list[str], words: str) -> None
         "unchecked": [],
         "orphans": 0,
         "orphan_bytes": 0,
+        "young_orphans": 0,
     }
 
 
@@ -282,7 +321,18 @@ def test_verify_reports_orphans_bases_and_pruned_versions(place: Path, capsys: O
     assert run("verify", "feed") == 0
     out = text(capsys)
     assert "pruned: versions 0-2" in out
-    assert "not named by any manifest: 1 payload (5 B)" in out
+    assert "not named by any manifest: 1 payload (5 B); `prune` removes 0 of them, and leaves 1 that" in out
+    assert run("prune", "feed", *KEEP_ONE) == 0
+    assert "1 orphan (5 B) younger than a day: not deleted" in text(capsys)
+    assert run("prune", "feed", *KEEP_ONE, "--json") == 0
+    assert read_json(capsys)["young_orphans"] == 1
+    (old,) = [path for path in (place / "feed/payloads").iterdir() if path.stat().st_size == 5]
+    os.utime(old, (time.time() - 2 * ORPHAN_S,) * 2)
+    assert run("verify", "feed") == 0
+    assert "`prune` removes 1 of them, and leaves 0 that" in text(capsys)
+    assert run("prune", "feed", *KEEP_ONE, "--yes") == 0
+    assert not old.exists()
+    capsys.readouterr()
     run("publish", "based", "c0", "--base", "nowhere/at/all")
     capsys.readouterr()
     assert run("verify", "based", "--deep", "--base", "no-copy") == 0
@@ -299,14 +349,17 @@ def test_prune_is_a_dry_run(place: Path, capsys: Out) -> None:
     assert run("prune", "feed", *KEEP_ONE) == 0
     out = text(capsys).splitlines()
     assert {p for p in (place / "feed").rglob("*") if p.is_file()} == before
-    assert all(line.startswith("payloads/") for line in out[:-1])
-    assert len(out) == 5
+    assert all(line.startswith("payloads/") for line in out[:-2])
+    assert len(out) == 6
+    assert out[-2] == "versions 0-2 could no longer be restored"
     assert "nothing was deleted: pass --yes" in out[-1]
     assert "versions from 3 on stay" in out[-1]
     assert run("prune", "feed", *KEEP_ONE, "--yes") == 0
-    assert text(capsys).splitlines()[:-1] == out[:-1]
+    done = text(capsys).splitlines()
+    assert done[:-2] == out[:-2]
+    assert done[-2] == "versions 0-2 can no longer be restored"
     gone = {p.relative_to(place / "feed").as_posix() for p in before if not p.exists()}
-    assert gone == set(out[:-1])
+    assert gone == set(out[:-2])
 
 
 def test_prune_json(place: Path, capsys: Out) -> None:
@@ -314,7 +367,11 @@ def test_prune_json(place: Path, capsys: Out) -> None:
     for option, deleted in (([], False), (["--yes"], True)):
         assert run("prune", "feed", *KEEP_ONE, "--json", *option) == 0
         found = read_json(capsys)
-        assert found.keys() == {"floor", "keys", "payload_bytes", "orphans", "held_by", "deleted"}
+        assert found.keys() == {
+            "floor", "keys", "payload_bytes", "orphans", "held_by", "versions", "young_orphans", "young_orphan_bytes",
+            "deleted", "kept_orphans",
+        }  # fmt: skip
+        assert found["versions"] == [0, 1, 2]
         assert (found["floor"], found["held_by"], found["deleted"]) == (3, ["replica-7"], deleted)
         assert len(found["keys"]) == 3
     assert run("prune", "feed", *KEEP_ONE) == 0
@@ -328,8 +385,9 @@ def test_prune_json(place: Path, capsys: Out) -> None:
     "argv",
     [
         ["log"],
-        ["show", "feed"],
+        ["show"],
         ["show", "feed", "-1"],
+        ["show", "feed", "1", "2"],
         ["show", "feed", "newest"],
         ["restore", "feed"],
         ["restore", "feed", "-o", "out", "--version", "x"],
@@ -375,8 +433,10 @@ def test_an_empty_feed(place: Path, capsys: Out, command: list[str]) -> None:
 def test_nothing_to_verify_or_prune(place: Path, capsys: Out) -> None:
     assert run("verify", "nothing") == 1, "a mistyped URL must not look clean"
     assert capsys.readouterr().out == "no version can be restored\n"
-    assert run("prune", "nothing", *KEEP_ONE, "--yes") == 0
-    assert "0 objects" in text(capsys)
+    assert run("prune", "nothing", *KEEP_ONE, "--yes") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "there is no version in " in err
     assert not (place / "nothing").exists()
 
 
@@ -499,9 +559,63 @@ def test_ranges_text(versions: list[int], expected: str) -> None:
     assert ranges_text(versions) == expected
 
 
+def test_a_line_of_verify_stays_short(place: Path, capsys: Out) -> None:
+    """Each of many unreadable manifests costs all that are lost: full lists would take the square of their number."""
+    for i in range(200):
+        (place / "feed" / keys.version_key(10**12 * (i + 1))).write_bytes(b"junk")
+    assert run("verify", "feed") == 3
+    out, _ = capsys.readouterr()
+    assert "152 more ranges, 200000000000000" in out
+    assert max(map(len, out.splitlines())) < 2000
+
+
 @pytest.mark.parametrize(
     ("unix_s", "expected"),
     [(0, "1970-01-01 00:00:00"), (1_700_000_000, "2023-11-14 22:13:20"), (2**63 - 1, str(2**63 - 1))],
 )
 def test_time_text(unix_s: int, expected: str) -> None:
     assert time_text(unix_s) == expected
+
+
+# --- compact ----------------------------------------------------------------------------------------------------------
+
+
+def test_compact(place: Path, capsys: Out) -> None:
+    assert run("compact", "feed", "--levels", "2,4") == 0
+    out = text(capsys)
+    assert re.findall(r"skip from version (\d) to (\d): [0-9,]+ elements", out) == [("0", "2"), ("2", "4"), ("0", "4")]
+    assert out.endswith("3 skips written\n")
+    assert run("verify", "feed", "--deep") == 0
+    capsys.readouterr()
+    assert run("compact", "feed", "--levels", "2,4", "--json") == 0
+    assert read_json(capsys) == {"skips": []}
+    (place / "feed/skips").rename(place / "gone")
+    assert run("compact", "feed", "--levels", "4", "--json") == 0
+    (found,) = read_json(capsys)["skips"]
+    assert (found["kind"], found["parent"], found["version"]) == ("skip", 0, 4)
+    assert (place / "feed" / found["key"]).exists()
+
+
+@pytest.mark.parametrize(("levels", "code"), [("4,6", 1), ("1", 1), ("x", 2), ("4,,8", 2), ("0", 2)])
+def test_compact_refuses_levels_that_do_not_nest(place: Path, levels: str, code: int, capsys: Out) -> None:
+    try:
+        found = run("compact", "feed", "--levels", levels)
+    except SystemExit as exit:
+        found = int(str(exit.code))
+    assert found == code
+    assert "levels" in capsys.readouterr().err
+    assert not (place / "feed/skips").exists()
+
+
+def test_compact_follows_until_it_is_stopped(place: Path) -> None:
+    command = [sys.executable, "-m", "deltasync", "compact", "feed", "--levels", "2", "--follow", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = [json.loads(process.stdout.readline())["version"] for _ in range(2)]
+        for checkpoint in ("c0", "c1"):
+            deltasync.publish("feed", checkpoint)
+        found.append(json.loads(process.stdout.readline())["version"])
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == ""
+        assert process.wait(60) == 0
+    assert found == [2, 4, 6]

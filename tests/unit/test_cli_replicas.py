@@ -3,6 +3,8 @@
 import http.client
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,18 +16,22 @@ from typing import Any
 
 import pytest
 from support.helpers import changed, state, write_sharded
+from support.replicas import wait_until
 
 import deltasync
 from deltasync.cli import main as cli
-from deltasync.cli.common import print_table
-from deltasync.cli.replicas import prepare_launch
+from deltasync.cli.follow import move_text
+from deltasync.cli.output import Column, Output
+from deltasync.cli.serve import prepare_launch
 from deltasync.errors import InvalidInputError
-from deltasync.feed.log import Log
-from deltasync.feed.prune import LIVE_S
+from deltasync.feed.log import LIVE_S, Log
+from deltasync.format.keys import replica_key
 from deltasync.format.sealed import Heartbeat
+from deltasync.replica.events import Advance, Seconds
 from deltasync.replica.folder import FolderTarget
 from deltasync.replica.follower import Follower
 from deltasync.store.local import LocalStore
+from deltasync.vllm.settings import Settings
 
 Out = pytest.CaptureFixture[str]
 
@@ -71,12 +77,14 @@ def test_follow_a_folder_once(place: Path, capsys: Out) -> None:
     assert run("follow", "feed", "--target", "live", "--once", "--threads", "1") == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.startswith("version 2 is live, from nothing: all weights, 3 edges, ")
+    assert re.match(r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{8}  version 2 is live, .* after its commit: ", out)
+    assert ": all weights, 1 anchor and 2 deltas of " in out
+    assert ", pause " in out
     assert deltasync.digest("live") == deltasync.digest("c2")
     assert run("follow", "feed", "--target", "live", "--once", "--mirror", "mirror") == 0
     capsys.readouterr()
     assert run("follow", "feed", "--target", "live", "--once", "--mirror", "mirror") == 0
-    assert capsys.readouterr().out == "version 2 is already live\n"
+    assert capsys.readouterr().out.endswith("  version 2 is already live\n")
     assert run("follow", "feed", "--target", "live", "--once", "--mirror", "mirror", "--json") == 0
     again = json.loads(capsys.readouterr().out)
     assert (again["version"], again["from_version"], again["edges"], again["bytes"]) == (2, 2, [], 0)
@@ -86,7 +94,11 @@ def test_follow_a_folder_once(place: Path, capsys: Out) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1
     found = json.loads(lines[0])
-    assert found.keys() == {"version", "from_version", "edges", "bytes", "changed", "seconds"}
+    assert found.keys() == {
+        "time_unix_s", "version", "from_version", "lag", "lag_s", "edges", "bytes", "changed", "seconds"
+    }  # fmt: skip
+    assert (found["lag"], abs(found["time_unix_s"] - time.time()) < LONG_S) == (0, True)
+    assert 0 <= found["lag_s"] < LONG_S
     assert (found["version"], found["from_version"], found["edges"]) == (3, 2, ["delta"])
     assert found["bytes"] > 0
     assert found["changed"] > 0
@@ -110,8 +122,12 @@ def test_follow_from_a_base(place: Path, capsys: Out) -> None:
         (["feed", "--target", "c0", "--once"], 1, "not a link"),
         (["feed", "--target", "live", "--once", "--listen", "127.0.0.1:0"], 1, "--listen has no effect with --once"),
         (["feed", "--target", "live", "--metrics"], 1, "--metrics needs an address"),
+        (["feed", "--target", "live", "--ready-s", "5"], 1, "--ready-s needs an address"),
+        (["feed", "--target", "live", "--exec", "echo 'open"], 1, "cannot be split: No closing quotation"),
         (["feed", "--target", "live", "--replica", "a b"], 1, "replica"),
         (["feed", "--target", "live", "--listen", "256.0.0.1:1"], 1, "cannot listen on 256.0.0.1 port 1"),
+        (["feed", "--target", "live", "--listen", "0.0.0.0:0"], 1, "there is no token"),
+        (["feed", "--target", "live", "--once", "--mirror", "c0"], 1, "not a mirror"),
     ],
 )
 def test_follow_refuses(place: Path, capsys: Out, arguments: list[str], code: int, message: str) -> None:
@@ -125,6 +141,11 @@ def test_follow_refuses(place: Path, capsys: Out, arguments: list[str], code: in
         ["feed"],
         ["feed", "--vllm", "http://127.0.0.1:1"],
         ["feed", "--target", "live", "--listen", "8080"],
+        ["feed", "--target", "live", "--scrub-s", "0"],
+        ["feed", "--target", "live", "--scrub-s", "inf"],
+        ["feed", "--target", "live", "--scrub-s", "never"],
+        ["feed", "--target", "live", "--exec-timeout-s", "0"],
+        ["feed", "--target", "live", "--ready-s", "inf"],
     ],
 )
 def test_follow_usage(place: Path, arguments: list[str]) -> None:
@@ -172,7 +193,7 @@ def test_follow_until_a_signal(place: Path, number: signal.Signals) -> None:
 def test_follow_ends_when_its_reader_has_gone(place: Path) -> None:
     with process("follow", "feed", "--target", "live", "--threads", "1") as started:
         assert started.stdout is not None
-        assert started.stdout.readline().startswith("version 2 is live")
+        assert "  version 2 is live" in started.stdout.readline()
         started.stdout.close()
         assert run("publish", "feed", "c3") == 0
         assert started.wait(LONG_S) == cli.EXIT_BROKEN_PIPE
@@ -189,14 +210,28 @@ def test_follow_a_feed_of_another_model(place: Path, capsys: Out) -> None:
     assert deltasync.digest("live") == deltasync.digest("c2")
 
 
+def test_follow_repairs_its_folder(place: Path) -> None:
+    with process("follow", "feed", "--target", "live", "--json", "--scrub-s", "0.2", "--threads", "1") as started:
+        assert line(started)["version"] == 2
+        (file, *_) = sorted((place / "live").glob("*.safetensors"))
+        with file.open("r+b") as opened:
+            opened.seek(-1, os.SEEK_END)
+            last = opened.read(1)[0]
+            opened.seek(-1, os.SEEK_END)
+            opened.write(bytes([last ^ 1]))
+        deadline = time.monotonic() + LONG_S
+        while deltasync.digest("live") != deltasync.digest("c2") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert deltasync.digest("live") == deltasync.digest("c2")
+
+
 def test_follow_and_listen(place: Path) -> None:
     arguments = ("follow", "feed", "--target", "live", "--json", "--listen", "127.0.0.1:0", "--metrics")
     with process(*arguments, DELTASYNC_TOKEN=TOKEN) as started:
         assert started.stderr is not None
-        first = started.stderr.readline()
-        assert first.startswith("listening on http://127.0.0.1:")
+        address = json.loads(started.stderr.readline())["listening"].removeprefix("http://")
+        assert address.startswith("127.0.0.1:")
         assert line(started)["version"] == 2
-        address = first.split("http://")[1].strip()
         status = json.loads(ask(address, "GET", "/status", TOKEN)[1])
         assert (status["version"], status["head"], status["counts"]["moves"]) == (2, 2, 1)
         assert ask(address, "GET", "/status", "wrong")[0] == 401
@@ -204,6 +239,129 @@ def test_follow_and_listen(place: Path) -> None:
         assert ask(address, "POST", "/nudge", TOKEN)[0] == 404
         started.send_signal(signal.SIGTERM)
         assert started.wait(LONG_S) == 0
+
+
+NOTE = """
+import os, sys
+with open("notes", "a") as file:
+    file.write(" ".join(sys.argv[1:]) + chr(10))
+sys.exit(not os.path.exists("up"))
+"""
+"""Notes its arguments, and fails while there is no file `up`."""
+
+
+def noted() -> list[str]:
+    path = Path("notes")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_command_after_each_switch(place: Path) -> None:
+    """It is retried until it succeeds, and reported on the way; no other version goes live while it runs."""
+    arguments = ["follow", "feed", "--target", "live", "--json", "--listen", "127.0.0.1:0", "--replica", "r"]
+    program = shlex.join([sys.executable, "-c", NOTE, "{version}", "{path}"])
+    folders = {version: str(place / f".live.deltasync/v{version}") for version in (2, 3)}
+    with process(*arguments, "--exec", program) as started:
+        assert started.stderr is not None
+        address = json.loads(started.stderr.readline())["listening"].removeprefix("http://")
+        assert line(started)["version"] == 2
+        failure = json.loads(started.stderr.readline())["log"]
+        assert failure["level"] == "warning"
+        assert "the command for version 2 failed with exit code 1 (try 1), retrying in 1 s" in failure["message"]
+        assert ask(address, "GET", "/readyz", None)[0] == 503
+        status = json.loads(ask(address, "GET", "/status", None)[1])
+        assert status["not_ready"] == "the command failed with exit code 1 for version 2"
+        assert status["exec"]["failures"] >= 1
+        assert b"deltasync_exec_failing 1.0" in ask(address, "GET", "/metrics", None)[1]
+        Path("up").touch()
+        wait_until(lambda: ask(address, "GET", "/readyz", None)[0] == 200)
+        assert set(noted()) == {f"2 {folders[2]}"}
+        runs = len(noted())
+        assert run("publish", "feed", "c3") == 0
+        assert line(started)["version"] == 3
+        wait_until(lambda: noted()[runs:] == [f"3 {folders[3]}"])
+        wait_until(lambda: json.loads(ask(address, "GET", "/status", None)[1])["exec"]["version"] == 3)
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(LONG_S) == 0
+    with process(*arguments, "--exec", program) as started:
+        assert started.stderr is not None
+        address = json.loads(started.stderr.readline())["listening"].removeprefix("http://")
+        wait_until(lambda: ask(address, "GET", "/readyz", None)[0] == 200)
+        assert len(noted()) == runs + 1, "it has succeeded for this version before"
+
+
+def test_no_other_version_goes_live_while_the_command_runs(place: Path) -> None:
+    """Two more switches would remove the folder that it loads."""
+    script = 'touch began; while [ ! -e go ]; do sleep 0.1; done; test -d "$0" && echo "$0" >> loaded'
+    program = shlex.join(["sh", "-c", script, "{path}"])
+    with process("follow", "feed", "--target", "live", "--json", "--replica", "r", "--exec", program) as started:
+        assert line(started)["version"] == 2
+        wait_until(Path("began").exists)
+        for checkpoint in ("c3", "c0"):
+            assert run("publish", "feed", checkpoint) == 0
+            time.sleep(2.5)  # longer than the follower waits between two polls
+        assert os.readlink("live").endswith("v2")
+        Path("go").touch()
+        assert line(started)["version"] == 4
+        wait_until(lambda: Path("loaded").exists() and len(Path("loaded").read_text().splitlines()) == 2)
+    assert [Path(text).name for text in Path("loaded").read_text().splitlines()] == ["v2", "v4"]
+
+
+def test_a_command_that_an_earlier_process_could_not_run(place: Path) -> None:
+    """The folder is at the newest version already: nothing switches, and the command is still due."""
+    program = shlex.join([sys.executable, "-c", NOTE, "{version}"])
+    assert run("follow", "feed", "--target", "live", "--once") == 0
+    Path("up").touch()
+    with process("follow", "feed", "--target", "live", "--exec", program):
+        wait_until(lambda: noted() == ["2"])
+
+
+def test_the_engine_of_a_folder_says_how_its_command_does(place: Path) -> None:
+    with process("follow", "feed", "--target", "live", "--exec", "false", "--replica", "r") as started:
+        assert started.stderr is not None
+        started.stderr.readline()
+        assert run("publish", "feed", "c3") == 0
+        wait_until(lambda: [beat.version for beat in Log(LocalStore("feed")).heartbeats()] == [3])
+        (beat,) = Log(LocalStore("feed")).heartbeats()
+        assert beat.facts["engine"] == "folder; the command failed with exit code 1 for version 2"
+
+
+def test_a_signal_waits_for_the_command(place: Path) -> None:
+    program = "sh -c 'trap : TERM; touch began; sleep 2; touch ended'"
+    with process("follow", "feed", "--target", "live", "--exec", program) as started:
+        wait_until(Path("began").exists)
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(LONG_S) == 0
+    assert Path("ended").exists()
+
+
+def test_a_command_with_once(place: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.cli.follow.time.sleep", lambda s: None)
+    program = shlex.join([sys.executable, "-c", NOTE, "{version}"])
+    assert run("follow", "feed", "--target", "live", "--once", "--exec", program, "-q", "--json") == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["version"] == 2
+    found = json.loads(err)["error"]
+    assert (found["kind"], found["version"]) == ("engine", 2)
+    assert noted() == ["2", "2", "2"]
+    Path("up").touch()
+    for _ in range(2):
+        assert run("follow", "feed", "--target", "live", "--once", "--exec", program) == 0
+    assert noted() == ["2"] * 4, "it runs until it has succeeded, and no more"
+
+
+def test_lines_of_a_follower() -> None:
+    seconds = Seconds(fetch=2.5, pause=0.0042)
+    first = Advance(None, 7, ("anchor", "delta", "delta"), 1_234_567, None, seconds, 100)
+    assert move_text(first, lag=2, lag_s=192.4) == (
+        "version 7 is live, 2 versions behind, 3 min 12 s after its commit: "
+        "all weights, 1 anchor and 2 deltas of 1.23 MB; "
+        "plan 0 ms, fetch 2.5 s, decode 0 ms, stage 0 ms, commit 0 ms, pause 4.2 ms"
+    )
+    again = Advance(6, 7, (), 0, 1_234_567, seconds, 100)
+    assert move_text(again, lag=0, lag_s=0.3).startswith(
+        "version 7 is live after 6, under 1 s after its commit: 1,234,567 elements, nothing to fetch; "
+    )
+    assert move_text(Advance(7, 7, (), 0, 0, seconds), lag=None, lag_s=None) == "version 7 is already live"
 
 
 def ask(address: str, method: str, path: str, token: str | None) -> tuple[int, bytes]:
@@ -220,7 +378,10 @@ def ask(address: str, method: str, path: str, token: str | None) -> tuple[int, b
 
 
 def beat(replica: str, version: int | None, *, age_s: int = 10, **facts: str) -> None:
-    Log(LocalStore("feed")).beat(Heartbeat(replica, version, int(time.time()) - age_s, facts))
+    """A heartbeat that the store got so long ago; the time in it is wrong."""
+    Log(LocalStore("feed")).beat(Heartbeat(replica, version, 2**62, facts))
+    modified_s = time.time() - age_s
+    os.utime(Path("feed", replica_key(replica)), (modified_s, modified_s))
 
 
 def status_json(capsys: Out) -> tuple[int, Any]:
@@ -229,9 +390,13 @@ def status_json(capsys: Out) -> tuple[int, Any]:
 
 
 def test_status_of_a_feed_without_replicas(place: Path, capsys: Out) -> None:
-    assert status_json(capsys) == (0, {"head": 2, "floor": 0, "replicas": []})
+    payloads = [path.stat().st_size for path in Path("feed/payloads").iterdir()]
+    size = {"stored_bytes": sum(payloads), "stored_payloads": len(payloads)}
+    assert status_json(capsys) == (0, {"head": 2, "floor": 0, **size, "replicas": []})
     assert run("status", "feed") == 0
-    assert "version 2 is the newest; 0 live replicas, 0 silent" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "version 2 is the newest; 0 live replicas, 0 silent; " in out
+    assert f" in {len(payloads)} payloads, anchors included" in out
     assert run("status", "nowhere") == 1
     assert "there is no version" in refusal(capsys)
 
@@ -239,15 +404,17 @@ def test_status_of_a_feed_without_replicas(place: Path, capsys: Out) -> None:
 def test_status(place: Path, capsys: Out) -> None:
     digest = deltasync.digest("c1").hex
     beat("new", None)
-    beat("b", 2, engine="folder")
+    beat("b", 2, engine="folder", proved_version="2", proved_unix_s=str(int(time.time()) - 40), scrubbed_unix_s="1")
     beat("a", 1, engine="vllm 0.32", digest=digest, fetch_s="0.25", pause_s="0.0040", commit_s="soon", stage_s="nan")
     beat("gone", 0, age_s=LIVE_S + 5, digest="00" * 16)
-    beat("ahead", 9, digest=digest)
+    beat("ahead", 9, digest=digest, proved_version="9", proved_unix_s="yesterday")
+    beat("future", 0, age_s=-10 * LIVE_S)
+    Path("feed", replica_key("junk")).write_bytes(b"{")
     code, found = status_json(capsys)
-    assert code == 0
+    assert code == 3
     assert (found["head"], found["floor"]) == (2, 0)
     rows = {row["id"]: row for row in found["replicas"]}
-    assert list(rows) == ["new", "a", "b", "ahead", "gone"]
+    assert list(rows) == ["new", "a", "b", "ahead", "future", "gone"]
     assert 10 <= rows["a"].pop("age_s") < LIVE_S
     assert rows["a"] == {
         "id": "a",
@@ -256,18 +423,27 @@ def test_status(place: Path, capsys: Out) -> None:
         "live": True,
         "engine": "vllm 0.32",
         "digest_equal": True,
+        "proved_version": None,
+        "proved_age_s": None,
         "seconds": {"fetch": 0.25, "pause": 0.004},
     }
-    assert [row["lag"] for row in rows.values()] == [None, 1, 0, 0, 2]
-    assert [row["live"] for row in rows.values()] == [True, True, True, True, False]
-    assert [row["digest_equal"] for row in rows.values()] == [None, True, None, None, False]
-    assert run("status", "feed") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].strip() == "version 2 is the newest; 4 live replicas, 1 silent"
-    cells = {row[0]: row for row in ([cell.strip() for cell in text.split("│")[1:-1]] for text in lines) if row}
-    assert cells["a"][4:] == ["live", "equal", "vllm 0.32", "fetch 0.25, pause 0.004"]
-    assert cells["b"][4:] == ["live", "unknown", "folder", "-"]
-    assert cells["gone"][4:] == ["silent", "DIFFERENT", "-", "-"]
+    assert [row["lag"] for row in rows.values()] == [None, 1, 0, 0, 2, 2]
+    assert [row["live"] for row in rows.values()] == [True, True, True, True, False, False]
+    assert [row["digest_equal"] for row in rows.values()] == [None, True, None, False, None, False]
+    capsys.readouterr()
+    assert run("status", "feed") == 3
+    out, err = capsys.readouterr()
+    assert "such as 'ahead'" in err, "the feed does not have that version"
+    lines = out.splitlines()
+    assert lines[0].startswith("# version 2 is the newest; 4 live replicas, 2 silent; ")
+    cells = {row[0]: row for row in (text.split("\t") for text in lines[1:])}
+    assert cells["a"][4:] == ["live", "equal", "-", "vllm 0.32", "fetch 250 ms, pause 4 ms"]
+    assert cells["b"][4:6] == ["live", "unknown"]
+    assert cells["b"][6].startswith("2, 4")
+    assert cells["b"][7:] == ["folder", "-"]
+    assert cells["gone"][4:] == ["silent", "DIFFERENT", "-", "-", "-"]
+    assert [row["proved_version"] for row in rows.values()] == [None, None, 2, None, None, None]
+    assert 40 <= rows["b"]["proved_age_s"] < LIVE_S
     assert cells["new"][1:3] == ["-", "-"]
 
 
@@ -278,7 +454,8 @@ def test_a_replica_with_other_bits_is_an_error(place: Path, capsys: Out) -> None
     out, err = capsys.readouterr()
     assert code == 3
     assert "DIFFERENT" in out
-    assert err.startswith("error: feed: 1 replica with another digest than that of the version served, such as 'bad'")
+    assert err.startswith("error: feed: 1 replica with another digest than that of the version served, or with")
+    assert "such as 'bad'" in err
     assert run("status", "feed", "--json") == 3
     assert json.loads(capsys.readouterr().out)["replicas"][0]["digest_equal"] is False
 
@@ -293,13 +470,15 @@ def test_status_of_a_real_replica(place: Path, capsys: Out) -> None:
     (row,) = found["replicas"]
     assert (row["id"], row["version"], row["lag"], row["engine"], row["digest_equal"]) == ("real", 2, 0, "folder", True)
     assert row["seconds"].keys() == PHASES
+    assert row["proved_version"] == 2
 
 
 def test_alarming_rows_are_red_on_a_terminal(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    print_table("t", ("a",), [("good",), ("bad",)], alarming=[1])
+    out = Output.of(is_json=False, is_plain=False, is_quiet=False)
+    out.table("t", (Column("a"),), [("good",), ("bad",)], alarming=[1])
     good, bad = (text for text in capsys.readouterr().out.splitlines() if "good" in text or "bad" in text)
     assert "\x1b[31m" in bad
     assert "\x1b[31m" not in good
@@ -309,6 +488,14 @@ def test_alarming_rows_are_red_on_a_terminal(capsys: Out, monkeypatch: pytest.Mo
 
 OURS = ("--weight-transfer-config", '{"backend": "deltasync"}')
 GIVEN = {"FEED": "s3://bucket/run", "TOKEN": "t"}
+
+
+def test_the_token_is_in_no_repr() -> None:
+    launch = prepare_launch([], {"FEED": "s3://bucket/run", "TOKEN": TOKEN}, environment={}, plugins=[])
+    assert launch.environment["DELTASYNC_TOKEN"] == TOKEN
+    settings = Settings.from_environment(launch.environment)
+    assert settings.token == TOKEN
+    assert TOKEN not in repr(launch) + repr(settings)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +599,8 @@ def test_serve_becomes_the_server(place: Path, has_token: bool) -> None:
     (package / "api_server.py").write_text(SERVER)
     (place / "token").write_text("secret\n")
     token = ["--token-file", "token"] if has_token else []
-    arguments = ["serve", "--feed", "feed", "--push", "--pause", "wait", *token, "--", "--model", "c0", "--port", "1"]
+    options = ["--push", "--pause", "wait", "--cache", "keep", "--on-refused", "serve", "--ready-s", "9", *token]
+    arguments = ["serve", "--feed", "feed", *options, "--", "--model", "c0", "--port", "1"]
     with process(*arguments, PYTHONPATH=str(place / "path")) as started:
         pid, given, environment = line(started)
         assert started.stderr is not None
@@ -420,7 +608,8 @@ def test_serve_becomes_the_server(place: Path, has_token: bool) -> None:
         assert pid == started.pid
         assert started.wait(LONG_S) == 0
     assert given == ["--model", "c0", "--port", "1", *OURS]
-    assert environment.items() >= {"DELTASYNC_FEED": "feed", "DELTASYNC_WAY": "push", "DELTASYNC_PAUSE": "wait"}.items()
+    wanted = {"FEED": "feed", "WAY": "push", "PAUSE": "wait", "CACHE": "keep", "ON_REFUSED": "serve", "READY_S": "9"}
+    assert environment.items() >= {f"DELTASYNC_{name}": value for name, value in wanted.items()}.items()
     if has_token:
         assert environment["DELTASYNC_TOKEN"] == "secret"
         assert err == ""

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,7 +78,9 @@ def test_a_missing_base_where_an_anchor_is(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("has_hub", [False, True])
-def test_a_base_on_the_hub_that_is_not_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_hub: bool) -> None:
+def test_a_base_on_the_hub_that_is_not_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_hub: bool
+) -> None:
     """Offline, or without the client: what it is, its revision, and what to do."""
     if has_hub:
         constants = pytest.importorskip("huggingface_hub.constants")
@@ -105,3 +108,81 @@ def test_a_base_that_is_neither_folder_nor_hub_id(tmp_path: Path, monkeypatch: p
 def test_open_base_of_another_kind() -> None:
     with pytest.raises(InvalidInputError):
         open_base(Edge(keys.version_key(0), Feed.of(1).log.read(0)))
+
+
+# --- from the Hub -----------------------------------------------------------------------------------------------------
+
+
+class FakeHub:
+    """A repository on the Hub as a folder; `downloaded` has the files that were fetched from it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub = pytest.importorskip("huggingface_hub")
+        self.folder = folder
+        self.downloaded: list[str] = []
+        self.sizes: dict[str, int] = {}
+        monkeypatch.setattr(hub, "snapshot_download", self.snapshot_download)
+        monkeypatch.setattr(hub, "hf_hub_download", self.hf_hub_download)
+
+    def snapshot_download(self, repo_id: str, *, revision: str | None, dry_run: bool = False) -> object:
+        assert (repo_id, revision) == ("org/model", "main")
+        assert dry_run, "nothing is downloaded as a whole"
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        names = {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in files} | self.sizes
+        return [SimpleNamespace(filename=n, file_size=size, commit_hash="abc") for n, size in names.items()]
+
+    def hf_hub_download(self, repo_id: str, name: str, *, revision: str) -> str:
+        assert (repo_id, revision) == ("org/model", "abc"), "all files of one commit"
+        self.downloaded.append(name)
+        return str(self.folder / name)
+
+
+def hub_folder(root: Path, *, shards: int) -> Path:
+    """A checkpoint among many other files."""
+    write_sharded(root / "hub", state(), shards=shards)
+    if shards == 1:
+        (root / "hub" / "model-00001-of-00001.safetensors").rename(root / "hub" / "model.safetensors")
+        (root / "hub" / "model.safetensors.index.json").unlink()
+    for name in ("pytorch_model.bin", "modeling.py", "consolidated.safetensors", "onnx/model.onnx"):
+        (root / "hub" / name).parent.mkdir(exist_ok=True)
+        (root / "hub" / name).write_bytes(b"not a checkpoint")
+    return root / "hub"
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_only_weights_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
+    hub = FakeHub(hub_folder(tmp_path, shards=shards), monkeypatch)
+    feed = based("org/model", "main")
+    restore(feed.store, tmp_path / "out")
+    assert same_weights(open_checkpoint(tmp_path / "out").weights, feed.states[2])
+    names = {path.name for path in hub.folder.glob("model*.safetensors")}
+    assert set(hub.downloaded) == names | ({"model.safetensors.index.json"} if shards > 1 else set())
+
+
+@pytest.mark.parametrize(
+    ("shards", "sizes", "downloaded"),
+    [
+        (1, {"model.safetensors": 1 << 50}, []),
+        (1, {"model.safetensors": 10}, []),
+        (2, {"model-00002-of-00002.safetensors": 1 << 50}, ["model.safetensors.index.json"]),
+        (2, {"model.safetensors.index.json": 1 << 40}, []),
+    ],
+)
+def test_a_repository_that_cannot_be_the_base_is_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, sizes: dict[str, int], downloaded: list[str]
+) -> None:
+    hub = FakeHub(hub_folder(tmp_path, shards=shards), monkeypatch)
+    hub.sizes = sizes
+    with pytest.raises(MismatchError) as caught:
+        restore(based("org/model", "main").store, tmp_path / "out")
+    assert caught.value.rule == "base.layout"
+    assert hub.downloaded == downloaded
+
+
+def test_a_repository_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "pytorch_model.bin").write_bytes(b"x")
+    hub = FakeHub(tmp_path / "hub", monkeypatch)
+    with pytest.raises(MismatchError, match="no safetensors files"):
+        restore(based("org/model", "main").store, tmp_path / "out")
+    assert hub.downloaded == []

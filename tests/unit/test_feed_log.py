@@ -1,17 +1,21 @@
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.feeds import Feed, SpyStore, paper, store_of
 from support.helpers import resealed
 
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
-from deltasync.feed.log import Log, require_follows
+from deltasync.feed.log import LIVE_S, Log, is_live, require_follows
 from deltasync.format import keys
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import FloorRecord, Heartbeat
 from deltasync.store.memory import MemoryStore
+from deltasync.store.protocol import ObjectInfo
 
 
 def chain(length: int) -> list[Manifest]:
@@ -40,6 +44,50 @@ def test_what_the_listing_missed_is_found(hidden: int) -> None:
     head = Log(store).head()
     assert head is not None
     assert head.version == 7
+
+
+class LongStore(MemoryStore):
+    """A feed of many versions: their manifests are made when they are read. `missing` has none."""
+
+    def __init__(self, versions: int, missing: frozenset[int] = frozenset()) -> None:
+        super().__init__()
+        self.versions = versions
+        self.missing = missing
+        self.looked: list[str] = []
+        self.listed = 0
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        self.looked.append(key)
+        version = keys.parse_version_key(key)
+        if version is None or version >= self.versions or version in self.missing:
+            raise NotFoundError(f"{key} is not there", key=key)
+        return paper("delta" if version else "anchor", version).to_bytes()[offset : offset + length]
+
+    def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
+        first = 0 if after is None else (keys.parse_version_key(after) or 0) + 1
+        for version in range(first, self.versions):
+            if version not in self.missing:
+                self.listed += 1
+                yield ObjectInfo(keys.version_key(version), 600, 0.0)
+
+
+@pytest.mark.parametrize("length", [1, 999, 1000, 1001, 1002, 2000, 2001, 4096, 100_000, 1_000_000])
+def test_the_head_of_a_long_feed_takes_few_requests(length: int) -> None:
+    store = LongStore(length)
+    assert Log(store).require_head().version == length - 1
+    assert len(store.looked) <= 3 + 2 * max(0, (length // 1000).bit_length())
+    assert store.listed <= 1000
+
+
+@given(length=st.integers(1, 20_000), missing=st.frozensets(st.integers(0, 20_000)), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_missing_manifests_do_not_hide_the_head(length: int, missing: frozenset[int], data: st.DataObject) -> None:
+    """Not even those that the search looks at."""
+    probe = LongStore(length)
+    Log(probe).head()
+    looked = [v for key in probe.looked if (v := keys.parse_version_key(key)) is not None and v < length - 1]
+    more = data.draw(st.frozensets(st.sampled_from(looked))) if looked else frozenset()
+    assert Log(LongStore(length, (missing | more) - {length - 1})).require_head().version == length - 1
 
 
 def test_nothing_new_is_one_request() -> None:
@@ -185,7 +233,7 @@ def test_what_is_listed() -> None:
 
 
 def test_floor_and_heartbeats() -> None:
-    store = MemoryStore()
+    store = MemoryStore(clock=lambda: 77.9)
     log = Log(store)
     assert log.floor() == 0
     store.put(keys.FLOOR, FloorRecord(7).to_bytes())
@@ -193,7 +241,7 @@ def test_floor_and_heartbeats() -> None:
     beats = [Heartbeat("a", 3, 100), Heartbeat("b.c-1", None, 50, {"host": "x"})]
     for beat in [replace(beats[0], version=1), *beats]:
         log.beat(beat)
-    assert log.heartbeats() == beats
+    assert log.heartbeats() == [replace(beat, unix_s=77) for beat in beats], "the time is that of the store"
 
 
 def test_a_heartbeat_that_goes_between_listing_and_reading() -> None:
@@ -204,15 +252,58 @@ def test_a_heartbeat_that_goes_between_listing_and_reading() -> None:
     assert log.heartbeats() == []
 
 
-def test_a_damaged_heartbeat_is_named() -> None:
+JUNK: dict[str, tuple[bytes, str]] = {
+    "not JSON": (b"{", "heartbeat.json"),
+    "nothing": (b"", "heartbeat.json"),
+    "of another replica": (Heartbeat("another", 3, 100).to_bytes(), "heartbeat.key"),
+    "of no id": (resealed(Heartbeat("bad", 3, 100).to_bytes(), {"replica": "../x"}), "key.replica"),
+    "altered": (Heartbeat("bad", 3, 100).to_bytes().replace(b"100", b"101"), "heartbeat.sha256"),
+    "of a later format": (resealed(Heartbeat("bad", 3, 100).to_bytes(), {"format": "deltasync/9"}), "heartbeat.format"),
+    "a negative version": (resealed(Heartbeat("bad", 3, 100).to_bytes(), {"version": -1}), "heartbeat.field"),
+}
+
+
+@pytest.mark.parametrize(("data", "rule"), JUNK.values(), ids=JUNK.keys())
+def test_a_junk_heartbeat_is_passed_over_and_reported_once(
+    data: bytes, rule: str, caplog: pytest.LogCaptureFixture
+) -> None:
     store = MemoryStore()
     log = Log(store)
     log.beat(Heartbeat("good", 3, 100))
-    store.put(keys.replica_key("bad"), b"{")
-    with pytest.raises(CorruptError) as caught:
-        log.heartbeats()
-    assert (caught.value.key, caught.value.rule) == (keys.replica_key("bad"), "heartbeat.json")
-    assert keys.replica_key("bad") in caught.value.message
+    store.put(keys.replica_key("bad"), data)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert [beat.replica for beat in log.heartbeats()] == ["good"]
+    (record,) = caplog.records
+    assert keys.replica_key("bad") in record.getMessage()
+    assert f"[{rule}]" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("age_s", "live"), [(0, True), (LIVE_S - 1, True), (LIVE_S, False), (-LIVE_S + 1, True), (-LIVE_S, False)]
+)
+def test_a_heartbeat_is_live_for_a_while(age_s: float, live: bool) -> None:
+    """One from the future is not live without end."""
+    store = MemoryStore(clock=lambda: 10_000.0)
+    Log(store).beat(Heartbeat("a", 3, 2**62))
+    (beat,) = Log(store).heartbeats()
+    assert is_live(beat, 10_000.0 + age_s) == live
+
+
+def test_heartbeats_are_compared_with_the_feed() -> None:
+    feed = Feed.of(3)
+    digest = feed.log.read(1).digest.hex
+    beats = [
+        Heartbeat("equal", 1, 0, {"digest": digest}),
+        Heartbeat("different", 2, 0, {"digest": digest}),
+        Heartbeat("silent about it", 1, 0),
+        Heartbeat("above the head", 3, 0, {"digest": digest}),
+        Heartbeat("far above the head", 2**60, 0),
+        Heartbeat("without a version", None, 0),
+    ]
+    assert feed.log.compare(beats) == [True, False, None, False, False, None]
+    feed.store.put(keys.version_key(1), b"{")
+    assert feed.log.compare(beats[:1]) == [None]
 
 
 def test_a_real_feed() -> None:

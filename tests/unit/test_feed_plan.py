@@ -80,7 +80,7 @@ def test_cheapest_is_what_trying_everything_finds(edges: list[Edge], start: int 
 
 
 @given(edges=edge_sets(), start=st.none() | st.integers(0, VERSIONS - 1), end=st.integers(0, VERSIONS - 1))
-def test_a_way_is_one(edges: list[Edge], start: int | None, end: int) -> None:
+def test_a_path_leads_from_start_to_end(edges: list[Edge], start: int | None, end: int) -> None:
     found = cheapest(edges, start=start, end=end)
     if found is None:
         return
@@ -121,7 +121,7 @@ def test_the_anchor_of_least_bytes(late_bytes: int, first: tuple[str, int | None
     assert steps(planned(store, 5))[0] == first
 
 
-def test_a_late_anchor_is_told_by_its_key() -> None:
+def test_a_late_anchor_is_recognised_by_its_key() -> None:
     store = store_of(paper("anchor", 0, 1000), *deltas(0, 2), late=[paper("anchor", 2, 1001)])
     assert [e.key for e in planned(store, 2).edges] == [keys.anchor_key(2)]
 
@@ -195,7 +195,7 @@ def test_reading_stops_where_nothing_cheaper_can_come() -> None:
     assert len([call for call in store.took() if call[0] == "get"]) < 100
 
 
-def test_a_cheap_way_that_is_closed_further_on() -> None:
+def test_a_cheap_path_that_turns_out_unusable() -> None:
     """The delta behind a cheap anchor is of no use; what leads around it begins much further back."""
     store = store_of(
         paper("anchor", 0, 5000), *deltas(0, 99, 100), paper("skip", 99, 10, start=2), late=[paper("anchor", 98, 1)]

@@ -5,8 +5,8 @@ import pytest
 from support.feeds import NOW_UNIX_S, Feed, SpyStore, flip, paper, same_weights, store_of
 
 from deltasync.errors import CorruptError, InvalidInputError
-from deltasync.feed.log import Log
-from deltasync.feed.prune import LIVE_S, ORPHAN_S, Pruning, plan_prune, prune
+from deltasync.feed.log import LIVE_S, Log
+from deltasync.feed.prune import ORPHAN_S, Pruning, plan_prune, prune
 from deltasync.feed.replay import load
 from deltasync.feed.verify import verify
 from deltasync.feed.writer import Writer
@@ -127,7 +127,7 @@ def test_an_anchor_whose_payloads_are_not_whole_does_not_count(how: str) -> None
     assert same_weights(load(feed.log, feed.log.read(5)), feed.states[5])
 
 
-def test_a_version_that_hangs_on_what_would_go() -> None:
+def test_a_version_that_needs_what_would_be_deleted() -> None:
     """The delta behind the kept anchor is gone; only a skip from before it leads on. It is not given up in silence."""
     feed = skipping()
     feed.store.delete(feed.payload_keys(feed.log.read(9))[0])
@@ -161,7 +161,7 @@ def test_real_weights_after_a_prune() -> None:
     assert verify(feed.store, deep=True).is_clean
 
 
-def test_planning_deletes_nothing_and_tells_everything() -> None:
+def test_planning_deletes_nothing_and_lists_everything() -> None:
     feed = skipping()
     before = {info.key: info.nbytes for info in feed.store.list()}
     found = plan_prune(feed.store, keep_anchors=2, keep_versions=1)
@@ -177,7 +177,11 @@ def test_planning_deletes_nothing_and_tells_everything() -> None:
         "payload_bytes": found.payload_bytes,
         "orphans": 0,
         "held_by": [],
+        "versions": list(found.versions),
+        "young_orphans": 0,
+        "young_orphan_bytes": 0,
     }
+    assert found.versions == (0, 1, 2, 3)
 
 
 def test_the_floor_first_then_manifests_then_payloads() -> None:
@@ -286,6 +290,14 @@ def test_a_late_publisher_finds_its_version_taken() -> None:
 
 # --- replicas ---------------------------------------------------------------------------------------------------------
 
+
+def put_beat(feed: Feed, beat: Heartbeat) -> None:
+    """A heartbeat that the store got at the time that it names."""
+    feed.log.beat(beat)
+    assert isinstance(feed.store, SpyStore)
+    feed.store.age(keys.replica_key(beat.replica), beat.unix_s)
+
+
 BEATS: dict[str, tuple[list[Heartbeat], tuple[str, ...], int]] = {
     # heartbeats, those that hold something, the oldest version whose deltas stay
     "none": ([], (), 8),
@@ -296,16 +308,19 @@ BEATS: dict[str, tuple[list[Heartbeat], tuple[str, ...], int]] = {
     "two": ([Heartbeat("b", 3, NOW_UNIX_S), Heartbeat("a", 5, NOW_UNIX_S)], ("a", "b"), 3),
     "gone": ([Heartbeat("a", 1, NOW_UNIX_S - LIVE_S - 1)], (), 8),
     "almost gone": ([Heartbeat("a", 1, NOW_UNIX_S - LIVE_S + 1)], ("a",), 1),
-    "a clock ahead": ([Heartbeat("a", 1, NOW_UNIX_S + 10**6)], ("a",), 1),
+    "a clock ahead": ([Heartbeat("a", 1, NOW_UNIX_S + LIVE_S - 1)], ("a",), 1),
+    "a clock far ahead": ([Heartbeat("a", 1, NOW_UNIX_S + 10**6)], (), 8),
     "without a version": ([Heartbeat("a", None, NOW_UNIX_S)], (), 8),
 }
 
 
 @pytest.mark.parametrize(("beats", "held_by", "oldest"), BEATS.values(), ids=BEATS.keys())
-def test_live_replicas_keep_their_way(beats: list[Heartbeat], held_by: tuple[str, ...], oldest: int) -> None:
+def test_live_replicas_keep_the_deltas_that_they_need(
+    beats: list[Heartbeat], held_by: tuple[str, ...], oldest: int
+) -> None:
     feed = skipping()
     for beat in beats:
-        feed.log.beat(beat)
+        put_beat(feed, beat)
     found = plan_prune(feed.store, keep_anchors=1, keep_versions=1, clock=lambda: float(NOW_UNIX_S))
     assert (found.floor, found.held_by) == (8, held_by)
     prune(feed.store, found)
@@ -321,9 +336,9 @@ def test_live_replicas_keep_their_way(beats: list[Heartbeat], held_by: tuple[str
 def test_a_replica_that_caught_up_lets_go() -> None:
     feed = skipping()
     clock = lambda: float(NOW_UNIX_S)  # noqa: E731
-    feed.log.beat(Heartbeat("a", 1, NOW_UNIX_S))
+    put_beat(feed, Heartbeat("a", 1, NOW_UNIX_S))
     prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1, clock=clock))
-    feed.log.beat(Heartbeat("a", 9, NOW_UNIX_S))
+    put_beat(feed, Heartbeat("a", 9, NOW_UNIX_S))
     found = plan_prune(feed.store, keep_anchors=1, keep_versions=1, clock=clock)
     assert found.keys
     prune(feed.store, found)
@@ -338,8 +353,9 @@ def test_orphans_get_a_day(age_s: float, goes: bool) -> None:
     feed = Feed.of(3)
     ref = feed.writer.put(b"left behind")
     feed.store.put("payloads/readme.txt", b"not ours")
-    now = time.time() + age_s
-    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1, clock=lambda: now)
+    assert isinstance(feed.store, SpyStore)
+    feed.store.age(keys.payload_key(ref.sha256), time.time() - age_s)
+    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1)
     assert found.orphans == int(goes)
     assert found.keys == ((keys.payload_key(ref.sha256),) if goes else ())
     assert found.payload_bytes == (len(b"left behind") if goes else 0)
@@ -351,19 +367,21 @@ def test_orphans_get_a_day(age_s: float, goes: bool) -> None:
 def test_an_orphan_that_is_put_again_after_the_plan_stays() -> None:
     feed = Feed.of(3)
     refs = [feed.writer.put(text) for text in (b"comes back", b"stays away")]
-    later = time.time() + ORPHAN_S + 60
-    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1, clock=lambda: later)
-    assert found.orphans == 2
     assert isinstance(feed.store, SpyStore)
-    feed.store.age(keys.payload_key(refs[0].sha256), later)
+    for ref in refs:
+        feed.store.age(keys.payload_key(ref.sha256), time.time() - ORPHAN_S - 60)
+    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+    assert found.orphans == 2
+    feed.store.put(keys.payload_key(refs[0].sha256), b"comes back")
     feed.store.took()
-    prune(feed.store, found)
-    assert [key for verb, key in feed.store.took() if verb == "delete"] == [keys.payload_key(refs[1].sha256)]
+    assert prune(feed.store, found) == (keys.payload_key(refs[0].sha256),)
+    deleted = [key for verb, key in feed.store.took() if verb == "delete" and key.startswith(keys.PAYLOADS)]
+    assert deleted == [keys.payload_key(refs[1].sha256)]
     assert feed.store.get(keys.payload_key(refs[0].sha256)) == b"comes back"
 
 
 @pytest.mark.parametrize("version", [3, 5, 10**9])
-def test_a_floor_that_somebody_made_up_deletes_nothing(version: int) -> None:
+def test_an_invented_floor_deletes_nothing(version: int) -> None:
     feed = Feed.of(6)
     feed.store.put(keys.FLOOR, FloorRecord(version).to_bytes())
     found = plan_prune(feed.store, keep_anchors=1, keep_versions=1)
@@ -399,10 +417,6 @@ def unreadable(store: SpyStore, key: str) -> None:
     store.put(key, b"{")
 
 
-def damaged_heartbeat(store: SpyStore, _: str) -> None:
-    store.put(keys.replica_key("a"), b"{")
-
-
 @pytest.mark.parametrize(
     ("damage", "key"),
     [
@@ -412,10 +426,9 @@ def damaged_heartbeat(store: SpyStore, _: str) -> None:
         (unreadable, keys.skip_key(4, 6)),
         (unreadable, keys.FLOOR),
         (lambda store, key: store.delete(key), keys.version_key(2)),
-        (damaged_heartbeat, None),
     ],
 )
-def test_a_damaged_feed_is_left_alone(damage: object, key: str | None) -> None:
+def test_a_damaged_feed_is_left_alone(damage: object, key: str) -> None:
     feed = skipping()
     assert callable(damage)
     damage(feed.store, key)
@@ -423,11 +436,17 @@ def test_a_damaged_feed_is_left_alone(damage: object, key: str | None) -> None:
     feed.store.took()
     with pytest.raises(CorruptError) as caught:
         plan_prune(feed.store, keep_anchors=1, keep_versions=1)
-    if key is not None:
-        assert caught.value.key == key
-        assert caught.value.rule == "prune.damaged"
-        assert caught.value.hint
+    assert caught.value.key == key
+    assert caught.value.rule == "prune.damaged"
+    assert caught.value.hint
     assert not [call for call in feed.store.took() if call[0] in ("put", "create", "delete")]
+
+
+def test_a_junk_heartbeat_does_not_stop_a_prune() -> None:
+    feed = skipping()
+    feed.store.put(keys.replica_key("junk"), b"{")
+    feed.store.put(keys.replica_key("lying"), Heartbeat("another", 0, NOW_UNIX_S).to_bytes())
+    assert plan_prune(feed.store, keep_anchors=1, keep_versions=1).held_by == ()
 
 
 def test_damaged_payloads_do_not_stop_a_prune() -> None:
@@ -438,7 +457,7 @@ def test_damaged_payloads_do_not_stop_a_prune() -> None:
     assert verify(feed.store, deep=True).is_clean
 
 
-def test_a_store_that_fails_half_way_is_told() -> None:
+def test_a_store_that_fails_half_way_is_reported() -> None:
     class Full(SpyStore):
         def put(self, key: str, data: Data) -> None:
             if key == keys.FLOOR:

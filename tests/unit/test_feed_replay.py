@@ -9,6 +9,7 @@ from support.feeds import Feed, SpyStore, flip, refused, restored, same_weights
 from support.helpers import state
 
 from deltasync.errors import CorruptError, DeltasyncError, NotFoundError
+from deltasync.feed.fetch import fetch
 from deltasync.feed.prune import plan_prune, prune
 from deltasync.feed.replay import load
 from deltasync.format import keys
@@ -110,6 +111,30 @@ def test_another_plan_where_an_edge_is_damaged(what: str, how: str, caplog: pyte
         feed.store.put(key, feed.store.get(key)[:100])
     assert same_weights(restored(feed), feed.states[4])
     assert "trying another plan" in caplog.text
+
+
+def test_no_warning_in_front_of_the_error_that_says_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    """There is one plan only: the damage is raised, and not logged as well."""
+    feed = Feed.of(2)
+    (key,) = feed.payload_keys(feed.log.read(1))
+    flip(feed.store, key)
+    with pytest.raises(CorruptError):
+        restored(feed)
+    assert caplog.text == ""
+
+
+def test_a_payload_that_arrives_whole_the_second_time(caplog: pytest.LogCaptureFixture) -> None:
+    feed = Feed.of(2)
+    (key,) = feed.payload_keys(feed.log.read(1))
+    whole = feed.store.get(key)
+    flip(feed.store, key)
+
+    def repair(refetched: str) -> None:
+        assert refetched == key
+        feed.store.put(key, whole)
+
+    assert bytes(fetch(feed.store, feed.log.read(1).payloads[0], on_refetch=repair)) == whole
+    assert f"{key} arrived with another SHA-256, and was whole when it was fetched again" in caplog.text
 
 
 def test_a_whole_feed_by_what_is_left() -> None:

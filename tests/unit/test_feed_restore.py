@@ -111,7 +111,7 @@ def test_output_that_is_taken(tmp_path: Path, there: str) -> None:
     assert precious.read_text() == "precious"
 
 
-def test_nothing_appears_unless_all_is_well(tmp_path: Path) -> None:
+def test_no_folder_appears_after_an_error(tmp_path: Path) -> None:
     feed = Feed.of(3)
     flip(feed.store, feed.payload_keys(feed.log.read(2))[0])
     with pytest.raises(CorruptError):
@@ -152,3 +152,58 @@ def test_plan_restore_fetches_no_payload() -> None:
     assert target.version == 2
     assert [e.end for e in chosen.edges] == [0, 1, 2]
     assert not [key for _, key in feed.store.took() if key.startswith(keys.PAYLOADS)]
+
+
+CODE = ("modeling_x.py", "pytorch_model.bin", "a/x.pth", "optimizer.pt", "x.pkl", "pytorch_model.bin.index.json")
+
+
+@pytest.mark.parametrize("trust_code", [False, True])
+def test_files_that_can_run_code_are_written_only_on_request(
+    tmp_path: Path, trust_code: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    feed = Feed.of(2)
+    published(feed, {"config.json": b"{}", **dict.fromkeys(CODE, b"code")})
+    restore(feed.store, tmp_path / "out", trust_code=trust_code)
+    found = {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert found == {"config.json", "model.safetensors", *(CODE if trust_code else ())}
+    assert ("leaving out files that can run code" in caplog.text) == (not trust_code)
+
+
+def files_key(manifest: Manifest) -> str:
+    assert manifest.files is not None
+    return keys.payload_key(manifest.files.sha256)
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped"])
+@pytest.mark.parametrize(("version", "used"), [(1, 3), (2, 3), (3, 1), (4, 3)])  # of two that are as near: the older
+def test_damaged_files_are_replaced_by_those_of_the_nearest_version(
+    tmp_path: Path, damage: str, version: int, used: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Versions 1 and 2 share one object, 3 and 4 have one each."""
+    feed = Feed.of(1)
+    manifests = [published(feed, {"config.json": b"%d" % number}) for number in (1, 1, 3, 4)]
+    key = files_key(manifests[version - 1])
+    if damage == "missing":
+        feed.store.delete(key)
+    else:
+        flip(feed.store, key)
+    restore(feed.store, tmp_path / "out", version=version)
+    assert same_weights(open_checkpoint(tmp_path / "out").weights, feed.states[version])
+    found = int((tmp_path / "out" / "config.json").read_bytes())
+    assert found == used
+    assert f"the files beside the weights of version {version} cannot be read, those of version" in caplog.text
+    assert key in caplog.text
+
+
+def test_weights_come_back_without_files(tmp_path: Path) -> None:
+    """No other version has files that could be used: that is an error, which says how to get the weights."""
+    feed = Feed.of(1)
+    flip(feed.store, files_key(published(feed, FILES)))
+    flip(feed.store, files_key(published(feed, {"config.json": b"other"})))
+    with pytest.raises(CorruptError, match="--no-files") as caught:
+        restore(feed.store, tmp_path / "out")
+    assert caught.value.rule == "payload.sha256"
+    assert not (tmp_path / "out").exists()
+    restore(feed.store, tmp_path / "out", files=False)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert same_weights(open_checkpoint(tmp_path / "out").weights, feed.states[2])

@@ -1,24 +1,29 @@
 import json
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.feeds import Feed, flip, rank_blocks
+from support.feeds import Feed, SpyStore, flip, rank_blocks
 from support.helpers import changed, resealed, state, write_sharded
 
 from deltasync import blocks
 from deltasync.errors import CorruptError, DeltasyncError
+from deltasync.feed.plan import Edge
 from deltasync.feed.prune import plan_prune, prune
 from deltasync.feed.replay import load
+from deltasync.feed.survey import reachable
 from deltasync.feed.verify import Verification, verify
 from deltasync.format import keys
 from deltasync.format.companions import write_files
 from deltasync.format.digest import StateDigest
-from deltasync.format.manifest import BaseRef, Manifest
+from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
 from deltasync.format.payload import PayloadHeader, write_payload
+from deltasync.format.sealed import FloorRecord
 from deltasync.store.memory import MemoryStore
+from deltasync.store.protocol import ObjectInfo
 
 DEPTHS = pytest.mark.parametrize("deep", [False, True], ids=["shallow", "deep"])
 
@@ -283,7 +288,7 @@ def based(folder: Path) -> Feed:
     return feed
 
 
-def test_a_base_at_hand(tmp_path: Path) -> None:
+def test_a_base_that_is_available(tmp_path: Path) -> None:
     write_sharded(tmp_path / "base", state())
     write_sharded(tmp_path / "copy", state())
     feed = based(tmp_path / "base")
@@ -295,7 +300,7 @@ def test_a_base_at_hand(tmp_path: Path) -> None:
     assert verify(feed.store, deep=True).lost == (2,)
 
 
-def test_a_base_that_is_not_at_hand(tmp_path: Path) -> None:
+def test_a_base_that_is_not_available(tmp_path: Path) -> None:
     """Nothing is lost for that: it is said what was not looked at. Hashes are checked all the same."""
     feed = based(tmp_path / "base")
     missing = tmp_path / "copy"
@@ -311,7 +316,7 @@ def test_a_base_that_is_not_at_hand(tmp_path: Path) -> None:
     assert [(d.key, d.error.rule) for d in found.damages] == [(V(1), "payload.sha256")]
 
 
-def test_an_anchor_after_a_base_that_is_not_at_hand(tmp_path: Path) -> None:
+def test_an_anchor_after_a_base_that_is_not_available(tmp_path: Path) -> None:
     feed = based(tmp_path / "base")
     feed.late_anchor(1)
     found = verify(feed.store, deep=True, base=tmp_path / "copy")
@@ -350,6 +355,7 @@ def test_json() -> None:
         "unchecked": [],
         "orphans": 0,
         "orphan_bytes": 0,
+        "young_orphans": 0,
     }
 
 
@@ -367,7 +373,117 @@ def test_a_version_far_away_is_no_endless_walk() -> None:
     stray = replace(feed.log.read(2), version=2**62, parent=2**62 - 1)
     feed.store.put(keys.version_key(2**62), stray.to_bytes())
     found = verify(feed.store)
-    assert {d.error.rule for d in found.damages} == {"chain.gap"}
+    assert [(d.key, d.error.rule) for d in found.damages] == [(V(3), "chain.gap")], "one finding for a gap"
+    assert found.damages[0].error.message == f"versions 3 to {2**62 - 1} are missing"
     assert found.restorable == (0, 1, 2)
     with pytest.raises(CorruptError):
         plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+
+
+@DEPTHS
+@pytest.mark.parametrize("floor", [3, 10**9, 2**63 - 1])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_floor_above_the_head_hides_nothing(floor: int, is_lost: bool, deep: bool) -> None:
+    """By it all versions would be pruned on purpose, although nothing can be restored any more."""
+    feed = Feed.of(3)
+    feed.store.put(keys.FLOOR, FloorRecord(floor).to_bytes())
+    if is_lost:
+        feed.store.delete(payload_of(feed, V(0)))
+    found = verify(feed.store, deep=deep)
+    assert not found.is_clean
+    rules = {(d.key, d.error.rule) for d in found.damages}
+    assert rules == {(keys.FLOOR, "floor.version"), *([(V(0), "payload.missing")] if is_lost else [])}
+    assert (found.pruned, found.lost) == ((), (0, 1, 2) if is_lost else ())
+    assert found.restorable == (() if is_lost else (0, 1, 2))
+
+
+def test_a_floor_that_rises_while_the_feed_is_read() -> None:
+    """New versions and a prune at the same time are no damage."""
+
+    class Rising(SpyStore):
+        feed: Feed | None = None
+
+        def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
+            if prefix == keys.PAYLOADS and self.feed is not None:
+                feed, self.feed = self.feed, None
+                for _ in range(3):
+                    feed.delta()
+                feed.late_anchor(5)
+                prune(self, plan_prune(self, keep_anchors=1, keep_versions=1))
+            return super().list(prefix, after=after)
+
+    store = Rising()
+    store.feed = Feed.of(3, store)
+    found = verify(store)
+    assert found.is_clean
+    assert (found.head, found.restorable) == (5, (5,))
+
+
+class CountingEdges:
+    """Counts the edges that `reachable` looks at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.edges = 0
+        monkeypatch.setattr("deltasync.feed.verify.reachable", self)
+
+    def __call__(self, edges: Iterable[Edge]) -> set[int]:
+        listed = list(edges)
+        self.edges += len(listed)
+        return reachable(listed)
+
+
+def stray_versions(feed: Feed, count: int) -> None:
+    """Manifests far away from each other, each after a gap of its own."""
+    for i in range(count):
+        stray = replace(feed.log.read(2), version=2**40 * (i + 1), parent=2**40 * (i + 1) - 1)
+        feed.store.put(V(stray.version), stray.to_bytes())
+
+
+def unreadable_skips(feed: Feed, count: int) -> None:
+    for i in range(count):
+        feed.store.put(S(0, 10 + i), b"{")
+
+
+def skips_of_nothing(feed: Feed, count: int) -> None:
+    """Skips that can be read and lead to a version of the feed, but whose payload is not there."""
+    ref = PayloadRef("ab" * 32, 10)
+    for i in range(count):
+        manifest = replace(feed.log.read(2), kind="skip", version=2 + i, parent=0, payloads=(ref,))
+        manifest = replace(manifest, parent_digest=feed.log.read(0).digest)
+        feed.store.put(S(0, 2 + i), manifest.to_bytes())
+
+
+def unreadable_versions(feed: Feed, count: int) -> None:
+    for i in range(count):
+        feed.store.put(V(2**40 * (i + 1)), b"junk")
+
+
+def test_damages_share_the_list_of_lost_versions() -> None:
+    """A list for each of n damages would have n versions, and 20,000 junk keys would take gigabytes."""
+    feed = Feed.of(3)
+    unreadable_versions(feed, 300)
+    found = verify(feed.store)
+    assert len(found.damages) >= 300
+    assert len({id(damage.takes) for damage in found.damages}) == 1
+    assert set(found.damages[0].takes) >= {2**40, 300 * 2**40}
+
+
+@pytest.mark.parametrize("junk", [stray_versions, unreadable_versions, unreadable_skips, skips_of_nothing])
+def test_junk_takes_linear_time_and_little_memory(
+    junk: Callable[[Feed, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs: list[tuple[int, int]] = []
+    for count in (100, 200):
+        feed = Feed.of(3)
+        junk(feed, count)
+        counting = CountingEdges(monkeypatch)
+        tracemalloc.start()
+        found = verify(feed.store)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert not found.is_clean
+        assert set(found.restorable) >= {0, 1, 2}
+        assert len(found.damages) <= 2 * count + 1
+        costs.append((counting.edges, peak))
+    assert costs[1][0] <= 2.5 * costs[0][0], "not quadratic"
+    assert costs[1][1] < 20_000_000

@@ -1,17 +1,24 @@
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.feeds import Feed, NoFenceStore, SpyStore, paper
-from support.helpers import resealed
+from support.helpers import resealed, state
 
-from deltasync.errors import ConflictError, CorruptError, StoreError
+from deltasync.errors import ConflictError, CorruptError, InvalidInputError, StoreError
 from deltasync.feed.writer import LEASE_S, Lease, Writer
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
+from deltasync.format.sealed import LeaseRecord
+from deltasync.format.weights import Weights
+from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data
+from deltasync.testing.faulty import Fault, FaultyStore
+from deltasync.trainer.version import Metadata, VersionWriter
 
 ANCHOR = paper("anchor", 0, 1000)
 VERSION0, VERSION1 = keys.version_key(0), keys.version_key(1)
@@ -193,7 +200,7 @@ def test_skips_and_late_anchors_have_places_of_their_own() -> None:
 # --- stores that do not fence -----------------------------------------------------------------------------------------
 
 
-def test_a_store_that_ignores_the_condition_is_used_under_a_lease_and_told_loudly(
+def test_a_store_that_ignores_the_condition_is_used_under_a_lease_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = TakesAll()
@@ -280,3 +287,128 @@ def test_two_that_take_the_lease_at_the_same_moment() -> None:
 
     with pytest.raises(ConflictError, match="same time"):
         Lease(Overtaken(), "a").take()
+
+
+def test_two_threads_of_one_writer_that_renew_the_lease_at_the_same_moment() -> None:
+    """One commits versions, the other adds anchors."""
+
+    class Renewed(NoFenceStore):
+        def put(self, key: str, data: Data) -> None:
+            super().put(key, data)
+            super().put(key, LeaseRecord("a", 10**10).to_bytes())
+
+    Lease(Renewed(), "a").take()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_probe_that_is_damaged_on_the_way_is_read_again(times: int) -> None:
+    """Otherwise a store that fences would be used under a lease, which replaces manifests."""
+    flips = [Fault("flip")] * times
+    is_probe = {"get_range": keys.PROBES, "get": keys.PROBES}
+    store = FaultyStore(
+        SpyStore(), lambda op: flips.pop() if flips and op.key.startswith(is_probe.get(op.verb, "-")) else None
+    )
+    writer = Writer(store)
+    writer.open()
+    assert not flips
+    assert writer._lease is None
+
+
+# --- stores that keep nothing -----------------------------------------------------------------------------------------
+
+
+class Forgets(SpyStore):
+    """Takes objects under `forgotten` without an error, and does not store them."""
+
+    forgotten: tuple[str, ...] = ()
+
+    def put(self, key: str, data: Data) -> None:
+        if key.startswith(self.forgotten):
+            self.calls.append(("put", key))
+        else:
+            super().put(key, data)
+
+
+def test_a_store_that_keeps_nothing_is_noticed_when_a_feed_is_opened() -> None:
+    store = Forgets()
+    store.forgotten = ("",)
+    with pytest.raises(StoreError, match="does not have") as caught:
+        Writer(store).open()
+    assert not caught.value.transient
+    assert caught.value.hint
+    assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_anchor_whose_payloads_were_not_kept_is_not_committed(is_late: bool) -> None:
+    store = Forgets()
+    writer = opened(store)
+    weights = Weights.of(state())
+    versions = VersionWriter(writer=writer, layout=weights.layout)
+    if is_late:
+        first = versions.anchor(weights, None, Metadata()).manifest
+        store.forgotten = (keys.PAYLOADS,)
+        for item in list(store.list(keys.PAYLOADS)):
+            store.delete(item.key)
+        with pytest.raises(StoreError, match="does not have 1 payloads"):
+            versions.add_anchor(first, weights)
+        assert writer.log.anchors() == []
+    else:
+        store.forgotten = (keys.PAYLOADS,)
+        with pytest.raises(StoreError, match="does not have 1 payloads"):
+            versions.anchor(weights, None, Metadata())
+        assert writer.log.head() is None
+
+
+@pytest.mark.parametrize(
+    ("files", "found", "hint"),
+    [
+        (("config.json", "model.safetensors"), "'config.json', 'model.safetensors'", "swapped"),
+        (("notes.txt",), "'notes.txt'", "feed"),
+        (("a b", "c", "d", "e/f"), "'a b', 'c', 'd', …", "choose an empty or a new folder"),
+    ],
+)
+def test_a_folder_with_other_things_is_no_new_feed(
+    tmp_path: Path, files: tuple[str, ...], found: str, hint: str
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InvalidInputError) as caught:
+        Writer(LocalStore(tmp_path)).open()
+    assert f"{tmp_path} is not empty and has no feed: it has {found}" in str(caught.value)
+    assert hint in str(caught.value.hint)
+    assert sorted(tmp_path.rglob("*")) == before, "nothing was written"
+
+
+def test_a_feed_may_have_other_things_beside_it(tmp_path: Path) -> None:
+    """They were put there later, or by an attempt that failed before there was a feed."""
+    for name in (".hidden", "lost+found/x", "probes/x", "replicas/r.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    Writer(LocalStore(tmp_path)).open()
+    (tmp_path / "notes.txt").write_text("mine")
+    Writer(LocalStore(tmp_path)).open()
+
+
+def test_a_new_feed_is_announced_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        Writer(LocalStore(tmp_path / "feed")).open()
+    assert [message for message in caplog.messages if "new feed" in message] == [
+        f"a new feed begins at {(tmp_path / 'feed').as_uri()}"
+    ]
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one of Python."""
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StoreError):
+        Writer(LocalStore(tmp_path / "file")).open()
+
+    def refuse(path: object) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert Writer(LocalStore(tmp_path / "new")).open() is None

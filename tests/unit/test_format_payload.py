@@ -28,7 +28,7 @@ from deltasync.errors import CorruptError, DeltasyncError, FormatError
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
-from deltasync.format.payload import Block, Payload, PayloadHeader, index_dtype, write_payload
+from deltasync.format.payload import Block, Payload, PayloadHeader, grouped, index_dtype, write_payload
 from deltasync.format.safetensors import parse_header
 
 PAYLOADS = {"delta": delta_payload, "anchor": anchor_payload, "shard": shard_payload, "coo": coo_payload}
@@ -391,7 +391,7 @@ def test_runs_of_all_blocks_together_are_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_checkpoint_is_not_a_payload() -> None:
-    with pytest.raises(FormatError, match="not a deltasync payload") as caught:
+    with pytest.raises(FormatError, match="a checkpoint, not a delta") as caught:
         Payload.parse(safetensors_bytes({"x": state()["packed"]}).replace(b'{"format":"pt"}', b'{"formal":"pt"}'))
     assert caught.value.rule == "payload.format"
 
@@ -432,3 +432,15 @@ def test_any_damage_is_refused_or_harmless(name: str, flips: list[tuple[int, int
     expected = Payload.parse(original)
     assert payload.header == expected.header
     assert all(same(a, b) for a, b in zip(blocks, expected.blocks(), strict=True))
+
+
+def test_payloads_are_closed_before_they_have_too_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "RUNS_MAX", 10)
+
+    def block(runs: int) -> Block:
+        return Block("exp/1", np.ones((runs, 3), np.int64), 1, StateDigest.ZERO, b"")
+
+    found = [[len(b.runs) for b in group] for group in grouped(map(block, [4, 4, 4, 10, 1, 1, 11, 2]))]
+    assert found == [[4, 4], [4], [10], [1, 1], [11], [2]]
+    assert [len(group) for group in grouped(map(block, [1, 1, 1, 1, 1]), elements=2)] == [2, 2, 1]
+    assert list(grouped([])) == []

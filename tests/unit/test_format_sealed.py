@@ -1,8 +1,19 @@
+import hashlib
+
 import pytest
 
 from deltasync.errors import CorruptError, FormatError
 from deltasync.format import limits
-from deltasync.format.sealed import is_count, is_decimal, is_sha256, parse_object, require_fields
+from deltasync.format.sealed import (
+    FORMAT,
+    FloorRecord,
+    is_count,
+    is_decimal,
+    is_sha256,
+    parse_object,
+    require_fields,
+    sealed,
+)
 
 CASES = [
     (b"", "t.json"),
@@ -37,6 +48,27 @@ def test_the_number_of_values_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(CorruptError) as caught:
         parse_object(b'{"a": [0, 1, 2, 3, 4]}', what="it", scope="t")
     assert caught.value.rule == "t.json"
+
+
+@pytest.mark.parametrize("depth", [70, 500, *range(900, 1000, 3), 5000])
+@pytest.mark.parametrize(("begin", "end"), [(b"[", b"]"), (b'{"a":', b"}")], ids=["lists", "objects"])
+def test_nesting_that_the_parser_just_manages(depth: int, begin: bytes, end: bytes) -> None:
+    """The seal is checked by encoding the values again, which needs more frames than parsing them."""
+    nested = begin * depth + b"1" + end * depth
+    unsealed = b'{"format":"deltasync/1","nested":' + nested + b',"version":1}'
+    seal = hashlib.sha256(unsealed).hexdigest().encode()
+    data = unsealed.replace(b'"version"', b'"sha256":"' + seal + b'","version"')
+    with pytest.raises(CorruptError) as caught:
+        FloorRecord.from_bytes(data)
+    assert caught.value.rule == "floor.json"
+
+
+def test_32_levels_are_read() -> None:
+    nested: list[object] = []
+    for _ in range(limits.JSON_DEPTH_MAX - 2):
+        nested = [nested]
+    assert FloorRecord.from_bytes(sealed({"format": FORMAT, "version": 7, "nested": nested})).version == 7
+    assert limits.JSON_DEPTH_MAX >= 32
 
 
 def test_escapes_that_are_whole_pairs_are_fine() -> None:

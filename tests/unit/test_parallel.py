@@ -177,7 +177,8 @@ def test_the_same_work_again_starts_no_thread(waiting: int | None) -> None:
     before = {thread.ident for thread in threading.enumerate()}
     for _ in range(5):
         assert run() <= before
-    assert {thread.ident for thread in threading.enumerate()} == before
+    # Threads of other tests may end meanwhile.
+    assert {thread.ident for thread in threading.enumerate()} <= before
 
 
 def test_threads_that_compute() -> None:

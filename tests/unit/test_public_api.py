@@ -25,7 +25,7 @@ DOORS = ("deltasync", "deltasync.torch", "deltasync.transformers", "deltasync.tr
 
 GOLDEN = Path(__file__).with_name("public_api.txt")
 
-CLIENT = Path(__file__).parents[1] / "support" / "typed_client.py"
+CLIENT = Path(__file__).with_name("typed_client.py")
 
 MODULES_MAX = 60
 """The most modules of deltasync that `import deltasync` may load."""

@@ -1,6 +1,7 @@
 """A checkpoint folder as target: one link, one switch for each version, nothing half written."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,29 @@ import numpy as np
 import pytest
 from support.feeds import Feed, same_weights
 from support.helpers import state
-from support.replicas import follower
+from support.replicas import follower, long_feed
 
 from deltasync.checkpoint import open_checkpoint, write_checkpoint
 from deltasync.errors import InvalidInputError, MismatchError
+from deltasync.format import keys
 from deltasync.format.companions import write_files
+from deltasync.format.sealed import FORMAT, Heartbeat, sealed
 from deltasync.format.weights import Weights
 from deltasync.replica import folder as folder_module
 from deltasync.replica.folder import RECORD_NAME, FolderTarget
+from deltasync.replica.target import Staged
 from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import Crash
+from deltasync.trainer.capture import copy_into
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
+
+
+def home(path: Path) -> Path:
+    """Where a target keeps its versions."""
+    return path.with_name(f".{path.name}.deltasync")
 
 
 def holds(path: Path, weights: Weights) -> bool:
@@ -61,9 +71,9 @@ def test_version_after_version(tmp_path: Path) -> None:
             b'{"model_type": "test"}' if version < 2 else b'{"model_type": "other"}'
         )
         assert (path / "sub" / "vocab.txt").read_bytes() == b"a b c"
-        folders = [name for name in names(tmp_path) if name != "model"]
+        assert names(tmp_path) == [".model.deltasync", "model"]
         # The one before stays for those that still read it.
-        assert folders == sorted({path.resolve().name} | ({before.name} if version else set()))
+        assert names(home(path)) == sorted({path.resolve().name} | ({before.name} if version else set()))
         if version:
             assert (before / "config.json").exists()
     assert replica.scrub() == []
@@ -82,7 +92,7 @@ def test_a_reader_of_the_version_before_keeps_it(tmp_path: Path, monkeypatch: py
     seen: list[bool] = []
 
     def write(*args: Any) -> None:
-        seen.append((tmp_path / "model.v0").exists())
+        seen.append((home(path) / "v0").exists())
         write_checkpoint(*args)
 
     monkeypatch.setattr(folder_module, "write_checkpoint", write)
@@ -96,6 +106,28 @@ def test_a_reader_of_the_version_before_keeps_it(tmp_path: Path, monkeypatch: py
     assert seen == [False, True, True], "it stays until the next one is written"
     assert not folder.exists()
     assert same_weights(reader, feed.states[0]), "what is mapped stays, even so"
+
+
+def test_the_link_leads_to_a_whole_version_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a reader finds it after each change of a name."""
+    feed, path = Feed.of(3), tmp_path / "model"
+    replica = follower(feed.store, FolderTarget(path))
+    replica.advance(to=0)
+    seen: list[bool] = []
+
+    def watched(change: Callable[..., None]) -> Callable[..., None]:
+        def change_and_look(*args: Any, **options: Any) -> None:
+            change(*args, **options)
+            seen.append(path.exists() and any(holds(path, weights) for weights in feed.states))
+
+        return change_and_look
+
+    for name in ("rename", "replace", "symlink", "unlink"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    for version in (1, 2, 0):
+        replica.advance(to=version)
+    assert len(seen) > 9
+    assert all(seen)
 
 
 def test_found_again_after_a_restart(tmp_path: Path) -> None:
@@ -143,19 +175,67 @@ def test_a_spoiled_folder_is_written_anew(spoil: Callable[[Path], object], tmp_p
     assert holds(path, feed.states[1])
 
 
-def test_what_was_left_half_written_goes(tmp_path: Path) -> None:
+def record(version: int) -> bytes:
+    return sealed({"format": FORMAT, "version": version, "digest": "00" * 16})
+
+
+def test_only_what_carries_a_record_is_removed(tmp_path: Path) -> None:
     feed, path = Feed.of(2), tmp_path / "model"
-    leftovers = [".model.v0.0123456789ab.tmp", "model.v7", "model.v7.0011aabb"]
-    for name in leftovers:
-        (tmp_path / name / "sub").mkdir(parents=True)
-    (tmp_path / ".model.0123456789ab.tmp").symlink_to("model.v7")
-    strangers = ["model.vocabulary", "models", ".model.v0.txt", "other.v3"]
+    for name in (".v0.0123456789ab.tmp", "v7", "v7.0011aabb"):
+        (home(path) / name / "sub").mkdir(parents=True)
+        (home(path) / name / RECORD_NAME).write_bytes(record(7))
+    (home(path) / ".link.0123456789ab.tmp").symlink_to(".model.deltasync/v7")
+    strangers = ["v9", ".v9.0123456789ab.tmp", "notes"]
     for name in strangers:
+        (home(path) / name).mkdir()
+    (home(path) / "v9" / RECORD_NAME).write_bytes(record(9).replace(b"9", b"8"))
+    (home(path) / "v8").write_text("a file")
+    (home(path) / "elsewhere").symlink_to(tmp_path)
+    beside = ["model.v2", "model.v17", "model.v17.0011aabb", "model.vocabulary", ".model.v0.0123456789ab.tmp"]
+    for name in beside:
         (tmp_path / name).mkdir()
-    (tmp_path / "model.v8").write_text("a file")
+        (tmp_path / name / "precious").touch()
+        # Even with a record: a user may keep a copy of a version under such a name.
+        (tmp_path / name / RECORD_NAME).write_bytes(record(17))
     follower(feed.store, FolderTarget(path)).advance()
-    assert names(tmp_path) == sorted(["model", "model.v1", "model.v8", *strangers])
+    assert names(home(path)) == sorted(["v1", "v8", "elsewhere", *strangers])
+    assert names(tmp_path) == sorted([".model.deltasync", "model", *beside])
+    assert all((tmp_path / name / "precious").exists() for name in beside)
     assert holds(path, feed.states[1])
+
+
+# An earlier release had its versions beside the link: X -> X.v1.
+
+
+def earlier(feed: Feed, path: Path, version: int, *, suffix: str = "") -> Path:
+    """A folder as that release wrote it."""
+    weights, out = feed.states[version], path.with_name(f"{path.name}.v{version}{suffix}")
+    digest = feed.log.read(version).digest.hex
+    files = {RECORD_NAME: sealed({"format": FORMAT, "version": version, "digest": digest})}
+    write_checkpoint(weights.layout, files, out, lambda new: copy_into(new, weights))
+    return out
+
+
+def test_a_target_of_an_earlier_release_is_taken_over(tmp_path: Path) -> None:
+    feed, path = Feed.of(4), tmp_path / "model"
+    before, current = earlier(feed, path, 0), earlier(feed, path, 1, suffix=".0011aabb")
+    kept = path.with_name("model.v2")
+    kept.mkdir()
+    (kept / "precious").touch()
+    path.symlink_to(current.name)
+    target = FolderTarget(path)
+    assert target.version == 1
+    replica = follower(feed.store, target)
+    replica.advance(to=2)
+    assert holds(path, feed.states[2])
+    assert os.readlink(path) == ".model.deltasync/v2"
+    assert holds(current, feed.states[1]), "its readers keep it until the next version"
+    replica.advance(to=3)
+    assert holds(path, feed.states[3])
+    assert names(tmp_path) == [".model.deltasync", "model", "model.v2"]
+    assert names(home(path)) == ["v2", "v3"]
+    assert not before.exists()
+    assert (kept / "precious").exists()
 
 
 def test_a_crash_between_stage_and_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +257,7 @@ def test_a_crash_between_stage_and_commit(tmp_path: Path, monkeypatch: pytest.Mo
     assert again.version == 0
     follower(feed.store, again).advance()
     assert holds(path, feed.states[1])
-    assert names(tmp_path) == ["model", "model.v0", "model.v1"]
+    assert names(home(path)) == ["v0", "v1"]
 
 
 def test_scrub_repairs_in_place(tmp_path: Path) -> None:
@@ -211,15 +291,137 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     assert holds(path, one.states[0])
 
 
-def test_a_place_that_is_not_ours(tmp_path: Path) -> None:
-    feed = Feed.of(1)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "precious").write_text("")
-    with pytest.raises(InvalidInputError, match="not a link"):
-        follower(feed.store, FolderTarget(tmp_path / "model")).advance()
-    assert (tmp_path / "model" / "precious").exists()
+def a_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "precious").touch()
+
+
+def a_link(path: Path) -> None:
+    a_folder(path.with_name("other"))
+    path.symlink_to("other")
+
+
+def a_link_to_a_version_of_the_user(path: Path) -> None:
+    a_folder(path.with_name("model.v2"))
+    path.symlink_to("model.v2")
+
+
+def a_link_to_a_folder_with_another_record(path: Path) -> None:
+    a_link_to_a_version_of_the_user(path)
+    (path / RECORD_NAME).write_bytes(record(3))
+
+
+def a_home_that_is_a_link(path: Path) -> None:
+    a_folder(path.with_name("other"))
+    home(path).symlink_to("other")
+
+
+FOREIGN: list[Callable[[Path], object]] = [
+    a_folder,
+    a_link,
+    a_link_to_a_version_of_the_user,
+    a_link_to_a_folder_with_another_record,
+    a_home_that_is_a_link,
+    lambda path: path.symlink_to("nowhere"),
+    lambda path: path.symlink_to("model.v2"),
+    lambda path: path.write_text("precious"),
+    lambda path: home(path).write_text("precious"),
+    lambda path: path.with_name("model.lock").write_text("precious"),
+]
+
+
+@pytest.mark.parametrize("make", FOREIGN)
+def test_a_place_that_is_not_ours(make: Callable[[Path], object], tmp_path: Path) -> None:
+    feed, path = Feed.of(1), tmp_path / "model"
+    make(path)
+    before = contents(tmp_path)
+    with pytest.raises(InvalidInputError, match=r"not a link|not a folder|not the lock"):
+        follower(feed.store, FolderTarget(path)).advance()
+    assert contents(tmp_path) == before
+
+
+def contents(folder: Path) -> dict[Path, object]:
+    """Every path below a folder, with what a file or a link says."""
+    return {p: os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="not a folder"):
-        follower(feed.store, FolderTarget(tmp_path / "nowhere" / "model")).advance()
+        follower(Feed.of(1).store, FolderTarget(tmp_path / "nowhere" / "model")).advance()
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_link_that_the_user_puts_in_place_while_it_runs(is_staged: bool, tmp_path: Path) -> None:
+    class Slow(FolderTarget):
+        def stage(self, staged: Staged) -> bool:
+            if staged.version == 1 and not is_staged:
+                put_link()
+            is_proved = super().stage(staged)
+            if staged.version == 1 and is_staged:
+                put_link()
+            return is_proved
+
+    def put_link() -> None:
+        path.unlink()
+        a_link(path)
+
+    feed, path = Feed.of(2), tmp_path / "model"
+    replica = follower(feed.store, Slow(path))
+    replica.advance(to=0)
+    with pytest.raises(InvalidInputError, match="not a link"):
+        replica.advance()
+    assert os.readlink(path) == "other"
+
+
+# Proof
+
+
+def test_rot_in_the_live_folder_is_not_carried_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    feed, path = long_feed(3), tmp_path / "model"
+    target = FolderTarget(path)
+    replica = follower(feed.store, target)
+    replica.advance(to=0)
+    _flip(path / "model.safetensors")
+    moved = replica.advance(to=1)
+    assert moved is not None
+    assert holds(path, feed.states[1])
+    assert "is rewritten with all weights" in caplog.text
+    moved = replica.advance()
+    assert moved is not None
+    assert moved.changed is not None, "the next one is a change again"
+    assert holds(path, feed.states[2])
+    assert len(names(home(path))) == 2
+
+
+def test_rot_in_the_mirror_does_not_go_live(tmp_path: Path) -> None:
+    feed, path = long_feed(2), tmp_path / "model"
+    target = FolderTarget(path)
+    replica = follower(feed.store, target)
+    replica.advance(to=0)
+    weights = replica._mirror.weights
+    assert weights is not None
+    weights.arrays[weights.layout.ordinals["packed"]][-1] ^= 1
+    target._version = None
+    replica.advance(to=1)
+    assert holds(path, feed.states[1])
+    assert replica.status().counts.rebuilt == 1
+
+
+def test_what_was_proved_and_when(tmp_path: Path) -> None:
+    feed, path = long_feed(3), tmp_path / "model"
+    replica = follower(feed.store, FolderTarget(path), beat_s=1000.0, replica="one")
+    assert replica.status().proved_version is None
+    since = int(time.time())
+    for version in (0, 1):
+        replica.advance(to=version)
+        status = replica.status()
+        assert status.proved_version == version
+        assert status.proved_unix_s is not None
+        assert since <= status.proved_unix_s <= time.time()
+        (beat,) = feed.log.heartbeats()
+        assert beat.facts["proved_version"] == str(version)
+        assert int(beat.facts["proved_unix_s"]) == status.proved_unix_s
+        assert Heartbeat.from_bytes(beat.to_bytes()) == beat
 
 
 def test_one_process_for_each_folder(tmp_path: Path) -> None:
@@ -230,3 +432,17 @@ def test_one_process_for_each_folder(tmp_path: Path) -> None:
         follower(feed.store, second).advance()
     first.close()
     follower(feed.store, second).advance()
+
+
+def test_damaged_files_do_not_stop_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of the version before are used, with a warning."""
+    feed, path = feed_with_files(3), tmp_path / "model"
+    newest = feed.log.read(2).files
+    assert newest is not None
+    feed.store.delete(keys.payload_key(newest.sha256))
+    with follower(feed.store, FolderTarget(path)) as replica:
+        replica.advance()
+        assert replica.status().version == 2
+    assert holds(path, feed.states[2])
+    assert (path / "config.json").read_bytes() == b'{"model_type": "test"}'
+    assert "version 2 cannot be read, those of version 1 are used" in caplog.text

@@ -62,11 +62,11 @@ def test_one_version_takes_few_requests() -> None:
     replica.advance()
     before = len(store.operations)
     replica.advance()
-    assert [op.verb for op in store.operations[before:]] == ["get"], "one small request shows that nothing is new"
+    assert [op.verb for op in store.operations[before:]] == ["get_range"], "one small request shows that nothing is new"
     feed.delta()
     before = len(store.operations)
     replica.advance()
-    assert [op.verb for op in store.operations[before:]] == ["get", "get", "get_range"]
+    assert [op.verb for op in store.operations[before:]] == ["get_range"] * 3
 
 
 def prune_to(feed: Feed, *, versions: int) -> None:
@@ -164,10 +164,10 @@ def test_back_and_forth() -> None:
 def test_a_base(tmp_path: Path) -> None:
     write_sharded(tmp_path / "base", state())
     feed = Feed()
-    feed.base(state(), BaseRef("nobody/has-this"))
+    feed.base(state(), BaseRef("no-such/model"))
     feed.delta()
     target = target_for(feed)
-    with pytest.raises(NotFoundError, match="nobody/has-this"):
+    with pytest.raises(NotFoundError, match="no-such/model"):
         follower(feed.store, target).advance()
     moved = follower(feed.store, target, base=tmp_path / "base").advance()
     assert moved is not None
@@ -257,7 +257,7 @@ def test_another_model_behind_a_mirror_that_is_there_already(tmp_path: Path) -> 
     assert not staged
 
 
-def test_a_layout_that_changes_on_the_way() -> None:
+def test_a_layout_that_changes_between_versions() -> None:
     feed = Feed.of(2)
     target = target_for(feed)
     replica = follower(feed.store, target)
@@ -302,3 +302,61 @@ def test_a_closed_follower() -> None:
         replica.advance()
     with pytest.raises(InvalidInputError, match="replica id"):
         follower(feed.store, target_for(feed), replica="a/b", beat_s=1.0)
+
+
+# Status
+
+
+def test_an_error_on_demand_is_in_the_status_until_the_next_success() -> None:
+    feed = long_feed(2)
+    target = target_for(feed)
+    replica = follower(feed.store, target)
+    replica.advance(to=0)
+    with pytest.raises(NotFoundError) as raised:
+        replica.advance(to=99)
+    assert replica.error is raised.value
+    assert replica.status().error == f"NotFoundError: {raised.value}"
+    assert replica.advance() is not None
+    assert replica.status().error is None
+    target.fails = refuse
+    feed.delta(small_step(feed))
+    with pytest.raises(MismatchError):
+        replica.advance()
+    assert replica.status().error == "MismatchError: another model"
+    target.fails = lambda staged: None
+    replica.advance(to=1)
+    assert replica.status().error is None
+
+
+def refuse(staged: Staged) -> None:
+    raise MismatchError("another model")
+
+
+def test_staleness_counts_from_the_poll_that_found_the_version_to_be_the_one_to_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feed = long_feed(3)
+    target = target_for(feed)
+    replica = follower(feed.store, target)
+    now_s = 100.0
+    monkeypatch.setattr("deltasync.replica.follower.time.monotonic", lambda: now_s)
+    assert replica.status().stale_s is None
+    # A version that is asked for by its number may be any one.
+    replica.advance(to=0)
+    assert replica.status().stale_s is None
+    replica.advance()
+    now_s = 107.0
+    assert replica.status().stale_s == 7.0
+    # Nothing new is news, too.
+    replica.advance()
+    assert replica.status().stale_s == 0.0
+    feed.delta(small_step(feed))
+    target.fails = refuse
+    now_s = 110.0
+    with pytest.raises(MismatchError):
+        replica.advance()
+    assert replica.status().stale_s == 3.0
+    target.fails = lambda staged: None
+    replica.pin(1)
+    replica.advance()
+    assert (replica.status().version, replica.status().stale_s) == (1, 0.0)

@@ -1,8 +1,13 @@
 """A follower that follows until it is stopped, compares live weights, and reports its status."""
 
+import errno
 import logging
+import os
 import threading
+import time
 from dataclasses import replace
+from io import FileIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,12 +28,16 @@ from support.replicas import (
 )
 
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError, StoreError
+from deltasync.feed.log import Log
 from deltasync.format import keys
+from deltasync.format.sealed import Heartbeat
 from deltasync.format.weights import Weights
 from deltasync.replica import loop
 from deltasync.replica.target import Staged
+from deltasync.store import local
+from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
-from deltasync.testing.faulty import Fault, FaultyStore, Operation
+from deltasync.testing.faulty import Fault, FaultyStore, Operation, never
 
 __all__ = ["quick"]
 
@@ -200,6 +209,45 @@ def test_an_error_that_a_retry_cannot_fix_ends_it(has_begun: bool) -> None:
     assert replica.status().error is not None
 
 
+PASSING = (
+    "EIO",
+    "ENFILE",
+    "EMFILE",
+    "ENETUNREACH",
+    "ENOTCONN",
+    "EHOSTUNREACH",
+    "ESTALE",
+    "ETIMEDOUT",
+    "ENOBUFS",
+    "EAGAIN",
+)
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_errors_of_the_system_that_pass_do_not_end_following(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A feed in a folder, on a disk or a network that fails for a while."""
+    monkeypatch.setattr("deltasync.replica.follower._PATIENCE_S", 0.0)
+    feed, moves, code = Feed.of(1, LocalStore(tmp_path / "feed")), Moves(), getattr(errno, name)
+    target, failed = target_for(feed), [0]
+
+    def fail(path: Path) -> FileIO:
+        failed[0] += 1
+        raise OSError(code, os.strerror(code))
+
+    replica = follower(LocalStore(tmp_path / "feed"), target, observer=moves)
+    with following(replica) as raised:
+        moves.await_version(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(local, "_open_file", fail)
+            wait_until(lambda: failed[0] > 5 or bool(raised))
+        feed.delta()
+        moves.await_version(1)
+    assert not raised
+    assert target.holds(feed.states[1])
+
+
 FINAL = {
     "a format that is not known": (FormatError("later"), 2),
     "another model": (MismatchError("other"), 1),
@@ -211,13 +259,15 @@ FINAL = {
 @pytest.mark.parametrize(("error", "times"), FINAL.values(), ids=FINAL.keys())
 def test_errors_that_end_the_loop(error: Exception, times: int) -> None:
     """A bit that flips on the wire can look like another format: once is not enough."""
-    noted: list[Exception | None] = []
+    running, noted = loop.Loop(), list[Exception | None]()
 
     def step() -> bool:
+        if len(noted) == times:
+            running.stop()
         raise error
 
     with pytest.raises(type(error)):
-        loop.Loop().run(step, noted.append)
+        running.run(step, noted.append)
     assert noted == times * [error]
 
 
@@ -386,6 +436,63 @@ def test_scrub_in_the_background() -> None:
     assert target.holds(feed.states[1])
 
 
+def test_scrub_is_on_by_default() -> None:
+    feed, moves = long_feed(2), Moves()
+    target = target_for(feed)
+    replica = follower(feed.store, target, observer=moves)
+    assert replica._schedule is not None
+    assert replica._schedule._round_s == loop.SCRUB_S
+    with pytest.raises(InvalidInputError, match="scrub_s must be above 0, not 0"):
+        follower(feed.store, target, scrub_s=0.0)
+    assert follower(feed.store, target, scrub_s=None)._schedule is None
+
+
+def test_a_status_says_when_the_last_scrub_was_complete() -> None:
+    feed, moves = long_feed(2), Moves()
+    target, since = target_for(feed), int(time.time())
+    replica = follower(feed.store, target, observer=moves, scrub_s=0.05, beat_s=0.01, replica="one")
+    assert replica.status().scrubbed_unix_s is None
+    with following(replica):
+        wait_until(lambda: replica.status().scrubbed_unix_s is not None)
+        wait_until(lambda: any("scrubbed_unix_s" in beat.facts for beat in feed.log.heartbeats()))
+    assert since <= (replica.status().scrubbed_unix_s or 0) <= time.time()
+
+
+def test_a_scrub_proves_the_live_version() -> None:
+    feed = long_feed(2)
+    target = target_for(feed)
+    replica = follower(feed.store, target)
+    replica.advance()
+    assert replica.status().proved_version is None, "what was written was not read back"
+    target.state["packed"][0, 0] ^= 1
+    replica.scrub()
+    assert replica.status().proved_version is None, "what was repaired was not read back"
+    replica.scrub()
+    assert replica.status().proved_version == 1
+
+
+def test_a_scrub_that_does_not_see_all_memory_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = long_feed(2)
+    target = target_for(feed)
+    replica = follower(feed.store, target)
+    monkeypatch.setattr(type(target), "unseen_elements", 7)
+    replica.advance()
+    assert replica.scrub() == []
+    status = replica.status()
+    assert (status.proved_version, status.unseen_elements) == (None, 7)
+
+
+def test_a_large_tensor_is_paid_back() -> None:
+    """However often it is asked, a schedule does not compare more than its rate."""
+    now = [0.0]
+    rounds = loop.ScrubSchedule(100.0, clock=lambda: now[0])
+    compared: list[int] = []
+    while now[0] < 99.0:
+        now[0] += 0.1
+        compared += rounds.due([10, 10, 10, 10])
+    assert compared == [0, 1, 2, 3]
+
+
 def test_a_scrub_round_takes_about_its_time() -> None:
     now = [0.0]
     rounds = loop.ScrubSchedule(100.0, clock=lambda: now[0])
@@ -432,6 +539,115 @@ def test_a_heartbeat_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) 
             assert target.holds(feed.states[version])
             feed.delta(small_step(feed))
     assert caplog.text.count("cannot write the heartbeat") == 1
+
+
+def test_a_replica_without_the_right_to_write_says_so_before_it_fetches(caplog: pytest.LogCaptureFixture) -> None:
+    feed = long_feed(2)
+    refusal = Fault("refuse", transient=False)
+    store = FaultyStore(feed.store, lambda op: refusal if op.verb == "put" else None)
+    target = target_for(feed)
+    with follower(store, target, replica="one", beat_s=0.0) as replica:
+        replica.advance(to=0)
+        operations = [(operation.verb, operation.key) for operation in store.operations]
+        first_payload = next(i for i, (_, key) in enumerate(operations) if key.startswith(keys.PAYLOADS))
+        assert ("put", keys.replica_key("one")) in operations[:first_payload]
+        replica.advance()
+        assert target.holds(feed.states[1])
+        assert "cannot write the heartbeat of one" in str(replica.status().heartbeat_problem)
+        assert caplog.text.count("cannot write the heartbeat") == 1
+        store._plan = never
+        replica.advance(to=0)
+        assert replica.status().heartbeat_problem is None
+
+
+def test_two_followers_with_one_name_find_out(caplog: pytest.LogCaptureFixture) -> None:
+    feed = long_feed(1)
+    with (
+        follower(feed.store, target_for(feed), replica="twin", beat_s=0.0) as one,
+        follower(feed.store, target_for(feed), replica="twin", beat_s=0.0) as other,
+    ):
+        one.advance()
+        other.advance()
+        assert one.status().heartbeat_problem is None, "it has not looked since"
+        for _ in range(3):
+            one.advance()
+            other.advance()
+        for replica in (one, other):
+            assert "has the name twin, too" in str(replica.status().heartbeat_problem)
+        assert caplog.text.count("has the name twin, too") == 2, "each of them says so once"
+        one.advance()
+        other.close()
+        assert [beat.replica for beat in feed.log.heartbeats()] == ["twin"], "the heartbeat of the first one stays"
+        one.advance()
+        one.advance()
+        assert one.status().heartbeat_problem is None, "it is alone again"
+    assert feed.log.heartbeats() == []
+
+
+def test_a_restarted_follower_takes_over_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    """The process before it was killed: its heartbeat is still there."""
+    feed = long_feed(1)
+    feed.log.beat(Heartbeat("one", 0, 1, {"instance": "another"}))
+    with follower(feed.store, target_for(feed), replica="one", beat_s=0.0) as replica:
+        for _ in range(3):
+            replica.advance()
+        assert replica.status().heartbeat_problem is None
+    assert caplog.text == ""
+
+
+def test_no_heartbeat_where_there_is_no_feed(tmp_path: Path) -> None:
+    with follower(LocalStore(tmp_path / "typo"), target_for(Feed.of(1)), beat_s=0.0) as replica:
+        with pytest.raises(NotFoundError):
+            replica.advance()
+        with following(replica):
+            wait_until(lambda: replica.error is not None)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["the folder", "all that is in it"])
+def test_a_folder_feed_that_vanishes_is_an_error(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is in the status and in the log, and it goes when the feed is back."""
+    path, away = tmp_path / "feed", tmp_path / "away"
+    feed = long_feed(2, LocalStore(path))
+    target = target_for(feed)
+    with follower(LocalStore(path), target, beat_s=0.0) as replica:
+        replica._head._check_s = 0.0
+        with following(replica):
+            wait_until(lambda: replica.status().version == 1)
+            path.rename(away)
+            if what != "the folder":
+                path.mkdir()
+            wait_until(lambda: replica.status().error is not None)
+            assert target.holds(feed.states[1]), "what is live stays live"
+            assert "cannot follow, retrying" in caplog.text
+            assert not path.exists() or not list(path.iterdir()), "nothing is written in its place"
+            if path.exists():
+                path.rmdir()
+            away.rename(path)
+            wait_until(lambda: replica.status().error is None)
+
+
+def refusing_store() -> FaultyStore:
+    """Every request is refused for good, as with wrong credentials."""
+    return FaultyStore(MemoryStore(), lambda operation: Fault("refuse", transient=False))
+
+
+def test_a_store_that_refuses_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Following ends with the error: no warning about the heartbeat, which is refused as well, in front of it."""
+    with (
+        follower(refusing_store(), TorchTarget(Feed.of(1).states[0].layout), beat_s=30.0) as replica,
+        pytest.raises(StoreError, match="refused"),
+    ):
+        replica.follow()
+    assert caplog.text == ""
+
+
+def test_a_heartbeat_that_was_never_written_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
+    beats = loop.Heartbeats(Log(refusing_store()), "r", beat_s=30.0)
+    beats.beat(1, dict)
+    beats.leave()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("cannot write the heartbeat of r")
 
 
 def test_replicas_have_ids_of_their_own() -> None:

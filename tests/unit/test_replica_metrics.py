@@ -4,17 +4,23 @@ import http.client
 import json
 import socket
 import sys
-from dataclasses import fields
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from typing import Any
 
 import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.feeds import Feed
-from support.replicas import TorchTarget, follower
+from support.replicas import LONG_S, TorchTarget, follower, wait_until
 
 from deltasync.errors import InvalidInputError
+from deltasync.replica import metrics
 from deltasync.replica.events import Counts, Seconds, Status
-from deltasync.replica.metrics import FollowerCollector, exposition, listening, parse_address, register
+from deltasync.replica.hook import HookStatus
+from deltasync.replica.metrics import FollowerCollector, exposition, listening, no_version, parse_address, register
 
 Samples = dict[tuple[str, str], float]
 
@@ -52,13 +58,14 @@ def test_the_metrics_of_a_follower() -> None:
 
 def test_every_count_has_a_metric() -> None:
     counts = Counts(**{field.name: 10 + i for i, field in enumerate(fields(Counts))})
-    status = Status("r", 3, 5, 2, 3, None, False, True, None, "StoreError: away", counts)
+    status = Status("r", 3, 5, 2, 3, None, False, True, None, "StoreError: away", counts, stale_s=4.5)
     found = samples(exposition(lambda: status)())
     totals = [value for (name, _), value in found.items() if name.endswith("_total")]
     assert sorted(totals) == [10 + i for i in range(len(fields(Counts)))]
     assert found["deltasync_repaired_elements_total", ""] == counts.repaired
     assert found["deltasync_failing", ""] == found["deltasync_following", ""] == 1
     assert found["deltasync_lag", ""] == 2
+    assert found["deltasync_stale_seconds", ""] == 4.5
 
 
 def test_damage_is_counted() -> None:
@@ -127,6 +134,8 @@ def test_the_routes_of_a_listener(host: str) -> None:
         assert ask(address, "POST", "/status")[0] == 401
         assert ask(address, "POST", "/status", "t")[0] == ask(address, "GET", "/", "t")[0] == 404
         assert samples(ask(address, "GET", "/metrics")[1])["deltasync_version", ""] == 3
+        assert ask(address, "GET", "/healthz")[0] == ask(address, "GET", "/readyz")[0] == 200
+        assert ask(address, "POST", "/healthz", "t")[0] == ask(address, "POST", "/readyz", "t")[0] == 404
     with pytest.raises(OSError):
         ask(address, "GET", "/status", "t")
 
@@ -135,7 +144,103 @@ def test_a_listener_without_a_token_and_without_metrics() -> None:
     with listening(lambda: LISTENED, "127.0.0.1", 0) as url:
         address = url.removeprefix("http://")
         assert ask(address, "GET", "/status")[0] == 200
-        assert ask(address, "GET", "/metrics")[0] == 404
+        code, content = ask(address, "GET", "/metrics")
+        assert (code, b"deltasync[metrics]" in content) == (404, True)
+
+
+def test_a_listener_says_whether_it_is_ready() -> None:
+    """Why it is not ready may name the store: only those with the token learn it."""
+    reasons: list[str | None] = ["s3://secret is away"]
+    with listening(
+        lambda: LISTENED, "127.0.0.1", 0, token="t", why_not_ready=lambda: reasons[-1], details=lambda: {"exec": 5}
+    ) as url:
+        address = url.removeprefix("http://")
+        code, content = ask(address, "GET", "/readyz")
+        assert (code, json.loads(content)) == (503, {"ready": False, "version": 3})
+        found = json.loads(ask(address, "GET", "/status", "t")[1])
+        assert (found["not_ready"], found["exec"], found["version"]) == ("s3://secret is away", 5, 3)
+        assert ask(address, "GET", "/healthz")[0] == 200, "the process is well: a restart would not help"
+        reasons.append(None)
+        code, content = ask(address, "GET", "/readyz")
+        assert (code, json.loads(content)) == (200, {"ready": True, "version": 3})
+
+
+@pytest.mark.parametrize(
+    ("fields", "ready_s", "reason"),
+    [
+        ({}, None, None),
+        ({"version": None}, None, "no version is live yet"),
+        ({"version": None, "error": "StoreError: away"}, None, "no version is live: StoreError: away"),
+        ({"error": "StoreError: away"}, None, None),
+        ({"stale_s": 5.0}, 10, None),
+        ({"stale_s": 15.0}, 10, "version 3 was not known to be the newest for 15 s"),
+        ({"stale_s": 15.0, "error": "E"}, 10, "version 3 was not known to be the newest for 15 s: E"),
+        ({"stale_s": None}, 10, "version 3 was not known to be the newest"),
+    ],
+)
+def test_why_it_is_not_ready(fields: dict[str, Any], ready_s: float | None, reason: str | None) -> None:
+    assert no_version(lambda: replace(LISTENED, **fields), ready_s=ready_s) == reason
+
+
+def test_the_metrics_of_a_command() -> None:
+    hook = HookStatus()
+    found = samples(exposition(lambda: LISTENED, lambda: hook)())
+    assert ("deltasync_exec_version", "") not in found
+    assert found["deltasync_exec_failing", ""] == found["deltasync_exec_failures_total", ""] == 0
+    hook = HookStatus(2, 3, 1, "failed", failures=4)
+    found = samples(exposition(lambda: LISTENED, lambda: hook)())
+    assert found["deltasync_exec_version", ""] == 2
+    assert (found["deltasync_exec_failing", ""], found["deltasync_exec_failures_total", ""]) == (1, 4)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_an_address_that_others_can_reach_needs_a_token(host: str) -> None:
+    with pytest.raises(InvalidInputError, match="there is no token") as caught, listening(lambda: LISTENED, host, 0):
+        pass
+    assert "DELTASYNC_TOKEN" in (caught.value.hint or "")
+
+
+def test_an_address_that_others_can_reach_with_a_token() -> None:
+    with listening(lambda: LISTENED, "0.0.0.0", 0, token="t") as url:
+        address = f"127.0.0.1:{url.rpartition(':')[2]}"
+        assert ask(address, "GET", "/status")[0] == 401
+        assert ask(address, "GET", "/status", "t")[0] == 200
+
+
+def test_slow_connections_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They send nothing, or a byte at a time, and need no token for that."""
+    monkeypatch.setattr(metrics, "_CONNECTION_S", 10 * LONG_S)
+    monkeypatch.setattr(metrics._Handler, "timeout", 10 * LONG_S)
+    with ExitStack() as held:
+        url = held.enter_context(listening(lambda: LISTENED, "127.0.0.1", 0, token="t"))
+        address = url.removeprefix("http://")
+        host, _, port = address.partition(":")
+        before = threading.active_count()
+        slow = []
+        for number in range(4 * metrics._CONNECTIONS_MAX):
+            slow.append(held.enter_context(socket.create_connection((host, int(port)), timeout=LONG_S)))
+            if number % 2:
+                slow[-1].send(b"G")
+            if number % 16 == 0:
+                assert ask(address, "GET", "/status", "t")[0] == 200
+        assert ask(address, "GET", "/status", "t")[0] == 200
+        wait_until(lambda: threading.active_count() <= before + metrics._CONNECTIONS_MAX)
+        assert slow[0].recv(1) == b"", "the oldest ones are closed"
+
+
+def test_a_connection_is_closed_in_time_however_busy_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_CONNECTION_S", 0.5)
+    with listening(lambda: LISTENED, "127.0.0.1", 0) as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=LONG_S) as slow:
+            since = time.monotonic()
+            while time.monotonic() - since < LONG_S:
+                try:
+                    slow.send(b"G")
+                except OSError:
+                    break
+                time.sleep(0.05)
+            assert time.monotonic() - since < 10
 
 
 @pytest.mark.parametrize(

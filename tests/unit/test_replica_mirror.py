@@ -1,13 +1,16 @@
 """The mirror: what survives a restart, and what does not pass for a version."""
 
 import logging
+import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support.feeds import Feed, same_weights
-from support.replicas import long_feed
+from support.replicas import TorchTarget, follower, long_feed
 
+from deltasync.checkpoint import create_file, map_files, open_checkpoint
 from deltasync.errors import CorruptError, FormatError, InvalidInputError
 from deltasync.feed.plan import Edge
 from deltasync.files import locked
@@ -22,7 +25,11 @@ SHA = "ab" * 32
 
 def fill(mirror: Mirror, weights: Weights) -> None:
     assert mirror.weights is not None
-    for mine, other in zip(mirror.weights.arrays, weights.arrays, strict=True):
+    fill_weights(mirror.weights, weights)
+
+
+def fill_weights(target: Weights, weights: Weights) -> None:
+    for mine, other in zip(target.arrays, weights.arrays, strict=True):
         mine[:] = other
 
 
@@ -110,7 +117,11 @@ def _flip(path: Path) -> None:
 SPOILED = {
     "a flipped bit": _flip,
     "no record": lambda path: path.with_name("mirror.json").unlink(),
-    "a record that was altered": lambda path: path.with_name("mirror.json").write_bytes(b'{"version":1}'),
+    "a record that was altered": lambda path: path.with_name("mirror.json").write_bytes(
+        MirrorRecord(1).to_bytes().replace(b"1", b"2")
+    ),
+    "a record that a power cut left empty": lambda path: path.with_name("mirror.json").write_bytes(b""),
+    "a record that a power cut left as zeros": lambda path: path.with_name("mirror.json").write_bytes(bytes(100)),
     "a record of another version": lambda path: path.with_name("mirror.json").write_bytes(MirrorRecord(0).to_bytes()),
     "a record of a version that is not there": lambda path: path.with_name("mirror.json").write_bytes(
         MirrorRecord(77).to_bytes()
@@ -129,13 +140,106 @@ def test_what_is_not_proved_is_of_no_version(spoil: object, tmp_path: Path, capl
     assert "rebuilding it" in caplog.text
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff" * 100], ids=["missing", "empty", "other"])
-def test_no_mirror_at_all(content: bytes | None, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "mirror").write_bytes(content)
+def test_no_mirror_at_all(tmp_path: Path) -> None:
     mirror = Mirror(Feed.of(1).log, path=tmp_path / "mirror")
     mirror.open()
     assert (mirror.weights, mirror.version) == (None, None)
+
+
+def test_a_mirror_that_is_cut_off_is_replaced(tmp_path: Path) -> None:
+    feed, path = Feed.of(1), tmp_path / "mirror"
+    mirror_at(feed, 0, path)
+    path.write_bytes(path.read_bytes()[:-5])
+    path.with_name("mirror.json").unlink()
+    again = mirror_at(feed, 0, path)
+    assert again.weights is not None
+    assert same_weights(again.weights, feed.states[0])
+
+
+# What is not ours
+
+
+def a_checkpoint(feed: Feed, path: Path) -> None:
+    """Of the very layout of the feed."""
+    create_file(path, feed.states[0].layout.tensors)
+
+
+FOREIGN: dict[str, Callable[[Feed, Path], object]] = {
+    "a checkpoint": a_checkpoint,
+    "an empty file": lambda feed, path: path.touch(),
+    "other bytes": lambda feed, path: path.write_bytes(b"\xff" * 100),
+    "a folder": lambda feed, path: path.mkdir(),
+    "a FIFO": lambda feed, path: os.mkfifo(path),
+    "a link": lambda feed, path: (path.with_name("other").touch(), path.symlink_to("other")),
+    "a link to nothing": lambda feed, path: path.symlink_to("nothing"),
+    "a file in place of the record": lambda feed, path: path.with_name("mirror.json").write_bytes(b'{"version":1}'),
+    "the record of a feed": lambda feed, path: path.with_name("mirror.json").write_bytes(feed.store.get(keys.FEED)),
+    "a link in place of the record": lambda feed, path: path.with_name("mirror.json").symlink_to("nothing"),
+    "a folder in place of the record": lambda feed, path: path.with_name("mirror.json").mkdir(),
+    "a file in place of the lock": lambda feed, path: path.with_name("mirror.lock").write_bytes(b"x"),
+}
+
+
+@pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN.keys())
+def test_what_is_not_a_mirror_stays_as_it_is(make: Callable[[Feed, Path], object], tmp_path: Path) -> None:
+    feed, path = Feed.of(1), tmp_path / "mirror"
+    make(feed, path)
+    before = contents(tmp_path)
+    with follower(feed.store, TorchTarget(feed.states[0].layout), mirror=path) as replica:
+        with pytest.raises(InvalidInputError, match=r"not a mirror|not the record|not the lock") as caught:
+            replica.advance()
+        assert caught.value.hint
+    assert contents(tmp_path) == before
+
+
+def contents(folder: Path) -> dict[str, object]:
+    found = sorted(folder.iterdir())
+    return {p.name: p.read_bytes() if p.is_file() else (p.lstat().st_mode, p.lstat().st_ino) for p in found}
+
+
+def test_files_of_the_user_beside_a_mirror(tmp_path: Path) -> None:
+    """The record once went through FILE.tmp."""
+    feed, path = Feed.of(2), tmp_path / "mirror"
+    path.with_name("mirror.tmp").write_text("precious")
+    mirror_at(feed, 1, path)
+    assert path.with_name("mirror.tmp").read_text() == "precious"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mirror", "mirror.json", "mirror.tmp"]
+
+
+def test_what_killed_processes_began_to_write_is_removed(tmp_path: Path) -> None:
+    """A mirror and a record that had not got their names yet. Files of the user stay, whatever their names."""
+    feed, path = Feed.of(2), tmp_path / "mirror"
+    mirror_at(feed, 0, path)
+    ours = path.read_bytes()
+    for number, data in enumerate((ours, ours[:100], b"")):
+        (tmp_path / f".mirror.{number:012x}.tmp").write_bytes(data)
+    for number, data in enumerate((MirrorRecord(0).to_bytes(), b"")):
+        (tmp_path / f".mirror.json.{number:012x}.tmp").write_bytes(data)
+    for name in (
+        ".mirror.00000000000a.tmp",
+        ".mirror.json.00000000000a.tmp",
+        ".mirror.1.tmp",
+        ".other.000000000001.tmp",
+    ):
+        (tmp_path / name).write_text("precious")
+    (tmp_path / ".mirror.00000000000b.tmp").symlink_to(path)
+    assert reopened(path, feed).version == 0
+    left = {".mirror.00000000000a.tmp", ".mirror.json.00000000000a.tmp", ".mirror.1.tmp", ".other.000000000001.tmp"}
+    assert {p.name for p in tmp_path.iterdir()} == left | {".mirror.00000000000b.tmp", "mirror", "mirror.json"}
+    assert path.read_bytes() == ours
+
+
+def test_a_mirror_of_an_earlier_release_is_used(tmp_path: Path) -> None:
+    """It has no mark of its own, but a record."""
+    feed, path = Feed.of(2), tmp_path / "mirror"
+    weights = feed.states[1]
+    create_file(path, sorted(weights.layout.tensors, key=lambda spec: -spec.dtype.width))
+    fill_weights(map_files(open_checkpoint(path).files, writable=True).weights, weights)
+    path.with_name("mirror.json").write_bytes(MirrorRecord(1).to_bytes())
+    assert reopened(path, feed).version == 1
+    path.with_name("mirror.json").unlink()
+    with pytest.raises(InvalidInputError, match="not a mirror"):
+        Mirror(feed.log, path=path).open()
 
 
 def test_the_record_names_the_payloads_of_an_interrupted_anchor(tmp_path: Path) -> None:

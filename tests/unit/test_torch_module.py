@@ -14,7 +14,7 @@ from torch import nn
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.weights import Changes, Weights
-from deltasync.replica.target import Staged
+from deltasync.replica.target import Damage, Staged
 from deltasync.torch.module import ModuleTarget, _scatter
 from deltasync.torch.tensors import host_bits, layout_of, named_tensors
 
@@ -179,12 +179,26 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("tensors", "told"), WRONG.values(), ids=WRONG.keys())
-def test_another_model_is_refused(tensors: dict[str, torch.Tensor], told: str) -> None:
+@pytest.mark.parametrize(("tensors", "message"), WRONG.values(), ids=WRONG.keys())
+def test_another_model_is_refused(tensors: dict[str, torch.Tensor], message: str) -> None:
     layout = Layout.of([TensorSpec("x", DTYPES["BF16"], (3,))])
-    with pytest.raises(MismatchError, match=told):
+    with pytest.raises(MismatchError, match=message):
         ModuleTarget(tensors).require(layout)
     ModuleTarget({"x": torch.zeros(3, dtype=torch.bfloat16)}).require(layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bfloat16, torch.float32])
+def test_a_scrub_compares_bits(dtype: torch.dtype) -> None:
+    """A zero that lost its sign differs; a NaN that stays as it is does not."""
+    tensors = {"x": torch.tensor([-0.0, float("nan"), 1.0]).to(dtype)}
+    feed = Feed()
+    feed.anchor(weights_of(tensors))
+    replica = follower(feed.store, ModuleTarget(tensors))
+    replica.advance()
+    assert replica.scrub() == []
+    tensors["x"][0] = 0.0
+    assert replica.scrub() == [Damage("x", 1)]
+    assert same(tensors, feed.states[0])
 
 
 def test_a_commit_without_a_stage() -> None:

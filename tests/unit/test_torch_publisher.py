@@ -170,15 +170,15 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES.keys())
-def test_a_parameter_that_is_not_what_it_was(change: Callable[[nn.Module], object], told: str) -> None:
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES.keys())
+def test_a_parameter_that_is_not_what_it_was(change: Callable[[nn.Module], object], message: str) -> None:
     store = MemoryStore()
     with Publisher(store) as to:
         model = nn.Linear(4, 4)
         to.publish(model, step=0).wait(LONG_S)
         other = nn.Linear(4, 4)
         change(other)
-        with pytest.raises(InvalidInputError, match=told):
+        with pytest.raises(InvalidInputError, match=message):
             to.publish(other, step=1)
         with torch.no_grad():
             model.bias += 1

@@ -36,18 +36,17 @@ from deltasync.errors import (
 from deltasync.feed.replay import restore
 from deltasync.feed.verify import verify
 from deltasync.feed.writer import Writer
-from deltasync.format import limits
-from deltasync.format.digest import StateDigest, layout_digest
+from deltasync.format.digest import layout_digest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import BaseRef, Manifest
-from deltasync.format.payload import Block
 from deltasync.format.weights import Weights
 from deltasync.store.memory import MemoryStore
-from deltasync.torch.ranks import Failure, owned
+from deltasync.torch.ranks import owned
 from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.capture import Shadow, capture, tensors_of
+from deltasync.trainer.ranks import Failure
 from deltasync.trainer.shards import Box, Shards, ShardWeights, Spans, chunk, cut, joined
-from deltasync.trainer.version import Group, Metadata, Part, VersionWriter, grouped, put_anchor
+from deltasync.trainer.version import Group, Metadata, Part, VersionWriter, put_anchor
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -404,18 +403,6 @@ def test_a_rank_without_elements_puts_nothing() -> None:
     shards = shards_of(weights.layout, 1, 2)
     refs, digest = put_anchor(Writer(MemoryStore()), shard_of(weights, shards), 0, shards=shards)
     assert (refs, digest) == ((), layout_digest(weights.layout))
-
-
-def test_payloads_are_closed_before_they_have_too_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "RUNS_MAX", 10)
-
-    def block(runs: int) -> Block:
-        return Block("exp/1", np.ones((runs, 3), np.int64), 1, StateDigest.ZERO, b"")
-
-    found = [[len(b.runs) for b in group] for group in grouped(map(block, [4, 4, 4, 10, 1, 1, 11, 2]))]
-    assert found == [[4, 4], [4], [10], [1, 1], [11], [2]]
-    assert [len(group) for group in grouped(map(block, [1, 1, 1, 1, 1]), elements=2)] == [2, 2, 1]
-    assert list(grouped([])) == []
 
 
 def test_shards_of_single_elements_are_refused_where_there_are_too_many() -> None:

@@ -191,7 +191,7 @@ def test_casts_floating_point_only(given: torch.dtype, published: torch.dtype, v
     assert source.layout.tensors[0].dtype == DTYPES[module._NAMES[published]]
 
 
-def test_one_stretch_of_cast_and_plain_and_strided_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_region_of_cast_and_plain_and_strided_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capturing, "CACHED_ELEMENTS", 50)
     tensors = {
         "a": torch.randn(13, 7),
@@ -317,7 +317,7 @@ class WithExtra(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"w": [1.0]}, "'w' is a list"),
         ({3: torch.ones(2)}, "3 is a Tensor"),
@@ -325,6 +325,6 @@ class WithExtra(nn.Linear):
     ],
     ids=["a list", "a number as a name", "extra state"],
 )
-def test_what_is_not_a_tensor_is_refused_by_name(given: Any, told: str) -> None:
-    with pytest.raises(InvalidInputError, match=told):
+def test_what_is_not_a_tensor_is_refused_by_name(given: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
         named_tensors(given)

@@ -105,6 +105,21 @@ def test_an_anchor_is_exact_although_the_shadow_moves_on() -> None:
     assert holds(load(Log(alone), manifest), nth(1))
 
 
+def test_an_anchor_of_other_weights_is_not_added(caplog: pytest.LogCaptureFixture) -> None:
+    """A bit flips in the memory of the shadow before the anchor reads it: no replica may start from that."""
+    gate = Gate("list", keys.PAYLOADS)
+    store, to = begun(gate)
+    publish(to, 1, anchor=True).wait(LONG_S)
+    gate.await_operation()
+    assert to._pipeline is not None
+    next(bits for bits in to._pipeline.shadow.weights.arrays if len(bits))[-1] ^= 1
+    gate.open()
+    to.close()
+    assert "shadow.digest" in caplog.text
+    assert late_anchors(store) == []
+    require_steps(store, {0: 0, 1: 1})
+
+
 def test_an_anchor_that_fails_costs_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     outage = Outage(HARD, lambda operation: operation.key.startswith(keys.ANCHORS))
     store, to = begun(outage)
@@ -135,14 +150,14 @@ def test_an_anchor_that_failed_comes_with_the_next_version(versions: int | None)
     require_steps(store, dict(enumerate(range(6))))
 
 
-def test_a_long_anchor_tells_how_far_it_is(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_anchor_reports_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anchors, "SHARD_ELEMENTS", 512)
     monkeypatch.setattr(events, "PROGRESS_S", 0.0)
     caplog.set_level(logging.INFO)
     store, to = begun()
     publish(to, 1, anchor=True).wait(LONG_S)
     to.close()
-    told = [record.message for record in caplog.records if "elements are put" in record.message]
+    lines = [record.message for record in caplog.records if "elements are put" in record.message]
     for version, count in ((0, len(Log(store).read(0).payloads)), (1, 2)):
-        found = [line for line in told if f"the anchor of version {version}:" in line]
-        assert len(found) >= count - 1 > 0, told
+        found = [line for line in lines if f"the anchor of version {version}:" in line]
+        assert len(found) >= count - 1 > 0, lines

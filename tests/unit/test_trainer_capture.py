@@ -72,7 +72,7 @@ def plain(changes: Changed) -> dict[str, tuple[list[int], list[int]]]:
     return {name: (indices.tolist(), values.tolist()) for name, (indices, values) in changes.items()}
 
 
-# Elements of a stretch, of a cell and compared at a time, and the changes after which a block ends.
+# Elements of a region, of a cell and compared at a time, and the changes after which a block ends.
 SIZES = [(1 << 25, 1 << 20, 1 << 19, 1 << 19), (640, 64, 640, 40), (1000, 128, 7, 20), (99, 33, 40, 1)]
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.feeds import NoFenceStore, SpyStore, same_weights
+from support.feeds import NoFenceStore, SpyStore, flip, same_weights
 from support.helpers import State, changed, safetensors_bytes, state, write_sharded
 
 import deltasync
@@ -141,18 +141,6 @@ def test_a_second_attempt_at_a_late_anchor_makes_no_other_version(
     assert verify(place.store, deep=True).is_clean
 
 
-def test_an_anchor_puts_the_files_again(place: Place) -> None:
-    files = place.publish().files
-    assert files is not None
-    key = keys.payload_key(files.sha256)
-    sound = place.store.get(key)
-    place.store.put(key, sound[:-1] + bytes([sound[-1] ^ 1]))
-    assert place.publish().files == files
-    assert place.store.get(key) != sound
-    assert place.publish(anchor=True).files == files
-    assert place.store.get(key) == sound
-
-
 def test_an_anchor_at_the_first_version_is_that_version(place: Place) -> None:
     assert place.publish(anchor=True).kind == "anchor"
     assert place.log.anchors() == []
@@ -187,15 +175,17 @@ def test_other_tensors(place: Place, other: Callable[[State], State]) -> None:
 
 
 @pytest.mark.parametrize("parent", ["right", "wrong", "missing", "another layout"])
-def test_a_parent_at_hand(place: Place, parent: str) -> None:
+def test_a_parent_that_is_given(place: Place, parent: str) -> None:
     place.publish()
     place.publish()
     write_sharded(place.root / "another layout", {"x": np.zeros(3, np.float32)})
     given = {"right": "c1", "wrong": "c0", "missing": "nowhere", "another layout": "another layout"}[parent]
     place.store.took()
     if parent == "right":
-        place.publish(parent=place.root / given)
-        assert not [k for verb, k in place.store.took() if verb == "get" and k.startswith(keys.PAYLOADS)]
+        files = place.publish(parent=place.root / given).files
+        assert files is not None
+        read = {k for verb, k in place.store.took() if verb == "get" and k.startswith(keys.PAYLOADS)}
+        assert read == {keys.payload_key(files.sha256)}, "no weights, only the files, to see whether they are whole"
         place.check()
         return
     with pytest.raises(NotFoundError if parent == "missing" else MismatchError) as caught:
@@ -203,6 +193,14 @@ def test_a_parent_at_hand(place: Place, parent: str) -> None:
     if parent != "missing":
         assert (caught.value.rule, caught.value.version) == ("publish.parent", 1)
     assert place.log.require_head().version == 1
+
+
+def test_a_feed_that_must_exist_is_not_created(place: Place) -> None:
+    with pytest.raises(NotFoundError, match="there is no version"):
+        place.publish(state(), must_exist=True)
+    assert list(place.store.list()) == []
+    place.publish(state())
+    assert place.publish(changed(state()), must_exist=True).version == 1
 
 
 def test_a_parent_is_not_asked_for_at_the_first_version(place: Place) -> None:
@@ -231,7 +229,7 @@ def test_only_the_first_version_can_be_a_base(place: Place) -> None:
     assert place.log.require_head().version == 0
 
 
-def test_going_on_from_a_base_that_is_not_at_hand(place: Place) -> None:
+def test_resuming_from_a_base_that_is_not_available(place: Place) -> None:
     place.publish(base=BaseRef(str(place.root / "elsewhere")))
     with pytest.raises(NotFoundError):
         place.publish()
@@ -246,7 +244,7 @@ def test_going_on_from_a_base_that_is_not_at_hand(place: Place) -> None:
 
 def file_puts(store: SpyStore) -> int:
     """Objects of files among those that were put since the last look."""
-    puts = [key for verb, key in store.took() if verb == "put"]
+    puts = [key for verb, key in store.took() if verb == "put" and key.startswith(keys.PAYLOADS)]
     return sum(b'"kind":"files"' in store.get(key)[:300] for key in puts)
 
 
@@ -282,6 +280,25 @@ def test_a_checkpoint_without_files_keeps_those_of_the_head(place: Place) -> Non
     (place.root / "one.safetensors").write_bytes(safetensors_bytes(changed(state())))
     second = publish_checkpoint(place.store, place.root / "one.safetensors")
     assert second.files == first.files is not None
+
+
+@pytest.mark.parametrize("anchor", [False, True])
+@pytest.mark.parametrize("damage", ["missing", "flipped"])
+def test_damaged_files_are_repaired(place: Place, damage: str, anchor: bool, caplog: pytest.LogCaptureFixture) -> None:
+    first = place.publish()
+    assert first.files is not None
+    key = keys.payload_key(first.files.sha256)
+    if damage == "missing":
+        place.store.delete(key)
+    else:
+        flip(place.store, key)
+    # A checkpoint that has no files cannot repair them.
+    (place.root / "one.safetensors").write_bytes(safetensors_bytes(state()))
+    publish_checkpoint(place.store, place.root / "one.safetensors")
+    assert "are damaged or missing, and none were given to repair them" in caplog.text
+    assert place.publish(anchor=anchor).files == first.files
+    assert fetch_files(place.store, first) == {"config.json": b'{"model_type": "test"}'}
+    assert verify(place.store, deep=True).is_clean
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -361,9 +378,20 @@ def test_progress(place: Place) -> None:
     place.publish()
     phases: dict[str, tuple[int, int]] = {}
 
-    def tell(phase: str, done: int, total: int) -> None:
+    def record(phase: str, done: int, total: int) -> None:
         phases[phase] = (done, total)
 
-    publish_checkpoint(place.store, place.checkpoint(changed(state())), anchor=True, progress=tell)
+    publish_checkpoint(place.store, place.checkpoint(changed(state())), anchor=True, progress=record)
     assert list(phases) == ["restore", "digest", "encode", "anchor"]
     assert all(done == total for done, total in phases.values())
+
+
+@pytest.mark.parametrize("trust_code", [False, True])
+def test_files_that_can_run_code_are_published_only_on_request(place: Place, trust_code: bool) -> None:
+    folder = place.checkpoint(state())
+    for name in ("modeling_x.py", "training.pkl", "pytorch_model.bin.index.json", "tokenizer.json"):
+        (folder / name).write_bytes(b"x")
+    manifest = publish_checkpoint(place.store, folder, trust_code=trust_code)
+    found = fetch_files(place.store, manifest, trust_code=True)
+    code = {"modeling_x.py", "training.pkl", "pytorch_model.bin.index.json"} if trust_code else set()
+    assert found.keys() == {"config.json", "tokenizer.json", *code}

@@ -16,6 +16,7 @@ from deltasync.format import keys
 from deltasync.format.manifest import BaseRef
 from deltasync.format.weights import Weights
 from deltasync.store.memory import MemoryStore
+from deltasync.store.protocol import Data
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at, at_random, never
 from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.capture import capture
@@ -63,7 +64,7 @@ def test_with_wait_the_next_capture_comes_after_the_commit(wait: bool) -> None:
     publish(to, 1)
     gate.await_operation()
     if wait:
-        # It is captured only once step 1 is committed, and nobody else opens the gate.
+        # It is captured only once step 1 is committed, and nothing else opens the gate.
         threading.Timer(0.05, gate.open).start()
     second = to.publish(Weights.of(nth(2)), step=2, find=find)
     to.close()
@@ -130,7 +131,7 @@ def test_what_failed_for_good_is_carried_by_the_next(kind: Any, caplog: pytest.L
         require_steps(store, {0: 0, 1: 1, 2: 2} if is_committed else {0: 0, 1: 2})
 
 
-def test_patience_has_an_end() -> None:
+def test_retries_end_after_the_time_limit() -> None:
     outage = Outage(Fault("refuse"))
     store, to = begun(outage, retry_s=0.05)
     with pytest.raises(StoreError, match="was refused"):
@@ -169,7 +170,7 @@ def is_commit(operation: Operation) -> bool:
 
 @pytest.mark.parametrize("steps", [[2], [1], [0], [2, 3]], ids=str)
 def test_a_commit_without_an_answer(steps: list[int]) -> None:
-    """It happened, but nobody can be asked: the publication fails. Once the store is back, the next goes on from it."""
+    """It was committed, but the store cannot confirm it: the publication fails, and the next one continues from it."""
     outage = Outage(Fault("lose", transient=False), is_commit)
     notes = Notes()
     store, to = begun(outage, observer=notes)
@@ -344,7 +345,7 @@ def arrays(tensors: State) -> tuple[np.ndarray, ...]:
     return Weights.of(tensors).arrays
 
 
-def test_an_observer_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_observer_that_fails_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     def observer(event: Any) -> None:
         raise RuntimeError("the dashboard is down")
 
@@ -373,3 +374,44 @@ def test_errors_at_every_fifth_operation_lose_nothing(seed: int, wait: bool) -> 
     require_steps(store, steps)
     for number, publication in enumerate(publications):
         assert publication.wait().step >= number
+
+
+class LateCommit(MemoryStore):
+    """The `create` of version 1 fails at first and arrives later, and so does the next payload, which is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delayed: list[tuple[str, bytes]] = []
+        self.is_failing = False
+
+    def create(self, key: str, data: Data) -> bool:
+        if key == keys.version_key(1) and not self.delayed:
+            self.delayed.append((key, bytes(data)))
+            raise StoreError("no answer", transient=True)
+        return super().create(key, data)
+
+    def put(self, key: str, data: Data) -> None:
+        if self.is_failing and key.startswith(keys.PAYLOADS):
+            self.is_failing = False
+            raise StoreError("refused", transient=True)
+        super().put(key, data)
+
+
+def test_a_commit_that_arrives_late_is_not_taken_for_a_later_attempt() -> None:
+    """The shadow would advance to weights that the version does not have."""
+    store = LateCommit()
+    to = publisher(store, retry_s=0.0)
+    publish(to, 0).wait()
+    with pytest.raises(StoreError, match="no answer"):
+        publish(to, 1).wait()
+    store.is_failing = True
+    with pytest.raises(StoreError, match="refused"):
+        publish(to, 2).wait()
+    assert store.create(*store.delayed[0])
+    with pytest.raises(ConflictError, match="was committed by"):
+        publish(to, 3).wait()
+    to.close()
+    again = publisher(store)
+    publish(again, 4).wait()
+    again.close()
+    require_steps(store, {0: 0, 1: 1, 2: 4})

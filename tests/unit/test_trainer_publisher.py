@@ -2,22 +2,25 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.feeds import SpyStore
 from support.helpers import State, state, write_sharded
 from support.publishing import LONG_S, nth, publish, publisher, require_steps
 
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError, StoreError
-from deltasync.feed.fetch import fetch
+from deltasync.feed.fetch import fetch, fetch_files
 from deltasync.feed.log import Log
 from deltasync.feed.replay import restore
 from deltasync.format import keys
 from deltasync.format.layout import TensorSpec
 from deltasync.format.manifest import BaseRef
 from deltasync.format.weights import Bits, Weights
+from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at
 from deltasync.trainer.publisher import PublisherOptions
@@ -69,6 +72,18 @@ def test_going_back_in_steps() -> None:
     store = feed(5)
     go_on(store, 2, 3)
     require_steps(store, {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 2, 6: 3})
+
+
+def test_a_feed_that_must_exist(tmp_path: Path) -> None:
+    """A folder that is not mounted must not become a new feed."""
+    new = publisher(LocalStore(tmp_path / "feed"), must_exist=True)
+    with pytest.raises(NotFoundError, match="there is no version in"):
+        publish(new, 0)
+    new.close()
+    assert list(tmp_path.iterdir()) == []
+    store = feed(2)
+    go_on(store, 2, must_exist=True)
+    require_steps(store, {0: 0, 1: 1, 2: 2})
 
 
 def test_resumes_from_the_mapped_file(tmp_path: Path) -> None:
@@ -181,7 +196,7 @@ def copy_of(store: FaultyStore) -> MemoryStore:
     return copy
 
 
-def test_an_error_that_stays_is_told_at_once() -> None:
+def test_a_lasting_error_is_reported_at_once() -> None:
     store = FaultyStore(copy_of(feed(2)), at(1, Fault("refuse", transient=False)))
     to = publisher(store)
     with pytest.raises(StoreError, match="operation 1, "):
@@ -200,7 +215,7 @@ def test_resumes_from_a_base(tmp_path: Path) -> None:
     require_steps(store, dict(enumerate(range(4))))
 
 
-def test_a_base_that_is_not_at_hand_is_named(tmp_path: Path) -> None:
+def test_a_base_that_is_not_available_is_named(tmp_path: Path) -> None:
     store = feed(2, base=BaseRef(str(tmp_path / "gone")))
     with pytest.raises(NotFoundError, match="gone"):
         go_on(store, 2)
@@ -235,6 +250,34 @@ def test_files_that_cannot_be_put_are_put_by_the_next() -> None:
     (manifest,) = require_steps(store, {0: 1})
     assert manifest.files is not None
     assert fetch(store, manifest.files)
+
+
+@pytest.mark.parametrize("files", [{"config.json": b"{}"}, {"config.json": b"other"}, {}])
+def test_a_publisher_that_resumes_repairs_damaged_files(
+    files: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the files that it was given; versions that name others keep theirs."""
+    store = MemoryStore()
+    with closing(publisher(store, files={"config.json": b"{}"})) as to:
+        first = publish(to, 0).wait(LONG_S)
+    store.delete(keys.payload_key(first.files.sha256))
+    with closing(publisher(store, files=files)) as to:
+        second = publish(to, 1).wait(LONG_S)
+        third = publish(to, 2).wait(LONG_S)
+    assert second.files == third.files
+    assert (second.files == first.files) == (files != {"config.json": b"other"})
+    assert ("none were given to repair them" in caplog.text) == (not files)
+    if files:
+        assert fetch_files(store, second) == files
+
+
+def test_files_that_are_whole_are_not_put_again() -> None:
+    store = SpyStore()
+    for number in range(2):
+        with closing(publisher(store, files={"config.json": b"{}"})) as to:
+            manifest = publish(to, number).wait(LONG_S)
+        puts = [key for verb, key in store.took() if verb == "put"]
+        assert puts.count(keys.payload_key(manifest.files.sha256)) == (number == 0)
 
 
 def test_the_head_is_known() -> None:

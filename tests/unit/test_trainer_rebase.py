@@ -123,7 +123,7 @@ def test_rebase_by_hand(old: list[int], sent: list[int], pending: list[int]) -> 
 
 @relaxed
 @given(states, st.integers(1, 200))
-def test_tensors_of_finds_what_the_plain_way_finds(drawn: tuple[int, int], elements: int) -> None:
+def test_tensors_of_finds_what_a_plain_loop_finds(drawn: tuple[int, int], elements: int) -> None:
     """Pieces cut anywhere: tensors lie across their borders, and several in one piece."""
     seed, values = drawn
     rng = np.random.default_rng(seed)

@@ -1,5 +1,6 @@
 """The shadow, in memory and in a mapped file."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,11 @@ from safetensors.numpy import load_file
 from support.feeds import paper
 from support.helpers import changed, state
 
+from deltasync.checkpoint import create_file
 from deltasync.errors import InvalidInputError
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Weights
-from deltasync.trainer.capture import Shadow, capture, copy_into, shadow_weights, tensors_of
+from deltasync.trainer.capture import Shadow, capture, copy_into, lock_shadow, shadow_weights, tensors_of
 
 HEAD: Manifest = paper("anchor", 3)
 
@@ -47,7 +49,7 @@ def test_a_mapped_shadow_is_a_safetensors_file(tmp_path: Path) -> None:
     wanted = Weights.of(changed({**state(), "a.odd": np.arange(3, dtype=np.uint8), "b.wide": np.arange(3.0)}))
     copy_into(shadow_weights(wanted.layout, path), wanted)
     assert equal(shadow_weights(wanted.layout, path), wanted)
-    # Read by somebody else's code. NumPy has no bfloat16 and fp8 for it: the others must do.
+    # The safetensors library reads it. NumPy has no bfloat16 and fp8, so only the other types are compared.
     plain = {n: a for n, a in state().items() if a.dtype.name in ("float32", "uint8", "int64")}
     other = Weights.of(plain)
     copy_into(shadow_weights(other.layout, path), other)
@@ -58,8 +60,6 @@ def test_a_mapped_shadow_is_a_safetensors_file(tmp_path: Path) -> None:
 
 FILES = {
     "of another layout": lambda path: copy_into(shadow_weights(Weights.of({"x": np.ones(9)}).layout, path), X),
-    "empty": lambda path: path.write_bytes(b""),
-    "not safetensors": lambda path: path.write_bytes(b"\xff" * 4096),
     "cut off": lambda path: path.write_bytes(_whole(path)[:-5]),
     "missing": lambda path: None,
 }
@@ -71,6 +71,30 @@ def _whole(path: Path) -> bytes:
     return path.read_bytes()
 
 
+FOREIGN = {
+    "a checkpoint of the same layout": lambda path: create_file(path, Weights.of(state()).layout.tensors),
+    "a checkpoint of another layout": lambda path: create_file(path, X.layout.tensors),
+    "empty": lambda path: path.write_bytes(b""),
+    "not safetensors": lambda path: path.write_bytes(b"\xff" * 4096),
+    "a folder": lambda path: path.mkdir(),
+    "a link": lambda path: (_whole(path.with_name("other")), path.symlink_to("other")),
+    "a FIFO": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN.keys())
+def test_what_is_not_a_shadow_stays_as_it_is(make: object, tmp_path: Path) -> None:
+    path = tmp_path / "shadow"
+    assert callable(make)
+    make(path)
+    before = {p.name: p.read_bytes() if p.is_file() else p.lstat().st_mode for p in tmp_path.iterdir()}
+    with pytest.raises(InvalidInputError, match="not a mirror or a shadow"):
+        shadow_weights(Weights.of(state()).layout, path)
+    with pytest.raises(InvalidInputError, match="not a mirror or a shadow"):
+        lock_shadow(path)
+    assert {p.name: p.read_bytes() if p.is_file() else p.lstat().st_mode for p in tmp_path.iterdir()} == before
+
+
 @pytest.mark.parametrize("spoil", FILES.values(), ids=FILES.keys())
 def test_a_file_of_no_use_is_replaced_by_zeros(spoil: object, tmp_path: Path) -> None:
     path = tmp_path / "shadow"
@@ -79,6 +103,15 @@ def test_a_file_of_no_use_is_replaced_by_zeros(spoil: object, tmp_path: Path) ->
     weights = shadow_weights(Weights.of(state()).layout, path)
     assert not any(array.any() for array in weights.arrays)
     assert [item.name for item in tmp_path.iterdir()] == ["shadow"]
+
+
+def test_a_shadow_that_a_killed_process_began_is_removed(tmp_path: Path) -> None:
+    layout = Weights.of(state()).layout
+    shadow_weights(layout, tmp_path / "shadow")
+    os.rename(tmp_path / "shadow", tmp_path / ".shadow.0123456789ab.tmp")
+    (tmp_path / ".shadow.ba9876543210.tmp").write_text("precious")
+    shadow_weights(layout, tmp_path / "shadow")
+    assert {item.name for item in tmp_path.iterdir()} == {".shadow.ba9876543210.tmp", "shadow"}
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

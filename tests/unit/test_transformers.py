@@ -39,7 +39,7 @@ from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store
 from deltasync.torch.tensors import named_tensors
 from deltasync.trainer.publisher import PublisherOptions
-from deltasync.transformers import AdapterTensors, DeltasyncCallback, merged_tensors, model_files
+from deltasync.transformers import AdapterTensors, DeltasyncCallback, merged_tensors, model_files, saved_files
 
 SIZES = {
     "vocab_size": 64,
@@ -324,7 +324,7 @@ def test_adapters_are_published_while_they_are_trained(
 
 
 @pytest.mark.parametrize(
-    ("model", "what", "told"),
+    ("model", "what", "message"),
     [
         (lambda: with_adapter(LoraConfig(target_modules=["q_proj"])), "model", "has PEFT adapters"),
         (llama, "merged", "is not a PEFT model"),
@@ -344,9 +344,9 @@ def test_adapters_are_published_while_they_are_trained(
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_cannot_be_published_is_refused(tmp_path: Path, model: Callable[[], Any], what: Any, told: str) -> None:
+def test_what_cannot_be_published_is_refused(tmp_path: Path, model: Callable[[], Any], what: Any, message: str) -> None:
     store = MemoryStore()
-    with pytest.raises(InvalidInputError, match=told) as caught:
+    with pytest.raises(InvalidInputError, match=message) as caught:
         train(model(), tmp_path, DeltasyncCallback(store, what=what))
     assert caught.value.hint is not None
     assert steps(store) == []
@@ -390,3 +390,14 @@ def test_a_machine_without_peft_imports_the_callback() -> None:
     code = "import sys; sys.modules['peft'] = None\nimport deltasync.transformers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_saved_code_is_not_published() -> None:
+    """A tokenizer of the Hub with code of its own saves that code as well."""
+
+    class Saved:
+        def save_pretrained(self, folder: str) -> None:
+            for name in ("tokenizer.json", "tokenization_own.py", "training_args.bin"):
+                Path(folder, name).write_bytes(b"x")
+
+    assert saved_files(Saved()) == {"tokenizer.json": b"x"}

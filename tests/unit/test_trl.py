@@ -1,6 +1,7 @@
 """The transfer called as TRL calls it; examples/trl_wordle runs it inside TRL's trainer."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ GIVE_UP_S = 30
 
 
 class WatchedStore(MemoryStore):
-    """Calls `on_look` whenever somebody is about to read heartbeats; `is_full` takes no version but the first.
+    """Calls `on_look` before every read of heartbeats; `is_full` takes no version but the first.
 
     Nothing is committed while `may_commit` is not set.
     """
@@ -120,7 +121,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for replicas times out as soon as it would sleep."""
-    now_s = [0.0]
+    now_s = [time.time()]
 
     def sleep(seconds: float) -> None:
         now_s[0] += seconds
@@ -212,11 +213,11 @@ def test_a_replica_that_stays_behind_stops_training(store: WatchedStore, max_lag
 
 
 @pytest.mark.usefixtures("no_patience")
-def test_no_replica_at_all_is_for_the_policy_to_judge(store: WatchedStore) -> None:
+def test_without_replicas_the_policy_decides(store: WatchedStore) -> None:
     trainer = Trainer(DeltasyncTransfer(store, max_lag=0, require_replicas=0))
     trainer.step()
     trainer.transfer.destroy()
-    # The first sync waits, however much lag is allowed: nobody is there to make a sample.
+    # The first sync waits, however much lag is allowed: there is no replica yet to make samples.
     strict = Trainer(DeltasyncTransfer(store, max_lag=9))
     with pytest.raises(StoreError, match="0 live replicas serve a version, at least 1") as caught:
         strict.step()
@@ -274,7 +275,7 @@ def test_what_failed_to_arrive_comes_with_the_next_and_so_does_its_label(store: 
 
 
 @pytest.mark.usefixtures("waited")
-def test_a_last_publication_that_fails_is_told_at_the_end(store: WatchedStore) -> None:
+def test_a_last_publication_that_fails_is_reported_at_the_end(store: WatchedStore) -> None:
     trainer = Trainer(DeltasyncTransfer(store, max_lag=5))
     trainer.step()
     store.is_full = True

@@ -3,21 +3,22 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from support.feeds import paper
 
 from deltasync.errors import StoreError
-from deltasync.feed.log import Log
-from deltasync.feed.prune import LIVE_S
+from deltasync.feed.log import LIVE_S, Log
 from deltasync.format import keys
+from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import Heartbeat
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import ObjectInfo
-from deltasync.trl import serving, slowest, wait_for_replicas
+from deltasync.trl import serving, wait_for_replicas
 
 NOW_S = 1_700_000_000
 
 
 class Clock:
-    """Time passes only while somebody sleeps; `at[n]` happens during the nth sleep."""
+    """Time passes only during sleeps; `at[n]` happens during the nth sleep."""
 
     def __init__(self, *at: Callable[[], None]) -> None:
         self.now_s = float(NOW_S)
@@ -34,10 +35,16 @@ class Clock:
             self.at.pop(0)()
 
 
-def feed(**versions: int | None) -> Log:
-    """A feed with replicas that have just told the versions that they serve."""
-    log = Log(MemoryStore())
-    for replica, version in versions.items():
+def chain() -> list[Manifest]:
+    return [paper("anchor", 0, 9), *(paper("delta", version, 9) for version in range(1, 10))]
+
+
+def feed(store: MemoryStore | None = None, *, clock: Callable[[], float] = lambda: NOW_S, **beats: int | None) -> Log:
+    """A feed of ten versions with replicas that have just reported the versions that they serve."""
+    log = Log(MemoryStore(clock=clock) if store is None else store)
+    for manifest in chain():
+        log.store.put(keys.version_key(manifest.version), manifest.to_bytes())
+    for replica, version in beats.items():
         log.beat(Heartbeat(replica, version, NOW_S))
     return log
 
@@ -61,16 +68,15 @@ def test_live_replicas_that_serve_a_version(versions: dict[str, int | None], age
     log = feed(**versions)
     found = serving(log, clock=lambda: NOW_S + age_s)
     assert [beat.replica for _, beat in found] == expected
-    first = slowest(log, clock=lambda: NOW_S + age_s)
-    assert (None if first is None else first.replica) == (expected[0] if expected else None)
 
 
 def test_one_that_is_gone_does_not_hide_a_live_one() -> None:
-    log = feed(dead=0)
-    log.beat(Heartbeat("live", 7, NOW_S + 100))
-    found = slowest(log, live_s=60, clock=lambda: NOW_S + 100)
-    assert found is not None
-    assert found.replica == "live"
+    now_s = [float(NOW_S)]
+    log = feed(clock=lambda: now_s[0], dead=0)
+    now_s[0] += 100
+    log.beat(Heartbeat("live", 7, NOW_S))
+    found = serving(log, live_s=60, clock=lambda: NOW_S + 100)
+    assert [beat.replica for _, beat in found] == ["live"]
 
 
 @pytest.mark.parametrize(
@@ -98,15 +104,17 @@ def test_waits_for_the_first_replica() -> None:
 
 
 def test_a_replica_that_died_is_left_behind() -> None:
-    log = feed(dead=1)
-    log.beat(Heartbeat("live", 4, NOW_S + 1000))
     clock = Clock()
+    now_s = [float(NOW_S)]
+    log = feed(clock=lambda: now_s[0], dead=1)
+    now_s[0] += 19
+    log.beat(Heartbeat("live", 4, NOW_S))
     wait_for_replicas(log, 4, replicas=1, timeout_s=100, live_s=20, clock=clock, sleep=clock.sleep)
     assert 20 <= sum(clock.slept_s) < 23
 
 
 @pytest.mark.parametrize(
-    ("versions", "replicas", "told"),
+    ("versions", "replicas", "message"),
     [
         ({"a": 3, "b": 4}, 1, "'a' serves version 3"),
         (dict.fromkeys("abcde", 1), 1, "'c' serves version 1 and 2 others"),
@@ -114,20 +122,56 @@ def test_a_replica_that_died_is_left_behind() -> None:
         ({"a": None}, 1, "0 live replicas"),
     ],
 )
-def test_time_out_names_what_is_missing(versions: dict[str, int | None], replicas: int, told: str) -> None:
+def test_time_out_names_what_is_missing(versions: dict[str, int | None], replicas: int, message: str) -> None:
     clock = Clock()
-    with pytest.raises(StoreError, match=told) as caught:
+    with pytest.raises(StoreError, match=message) as caught:
         wait_for_replicas(feed(**versions), 4, replicas=replicas, timeout_s=7, clock=clock, sleep=clock.sleep)
     assert "version 4" in str(caught.value)
     assert caught.value.hint is not None
     assert clock.now_s == NOW_S + 7
 
 
+JUNK: dict[str, tuple[str, bytes]] = {
+    "not JSON": ("junk", b"{"),
+    "of another key": ("junk", Heartbeat("other", 0, NOW_S).to_bytes()),
+    "a time in the future": ("junk", Heartbeat("junk", 0, 2**62).to_bytes()),
+    "a version above the head": ("junk", Heartbeat("junk", 2**62, NOW_S).to_bytes()),
+    "another digest": ("junk", Heartbeat("junk", 4, NOW_S, {"digest": "00" * 16}).to_bytes()),
+}
+
+
+@pytest.mark.parametrize(("replica", "data"), JUNK.values(), ids=JUNK.keys())
+def test_one_small_object_does_not_stop_training(replica: str, data: bytes) -> None:
+    """At the latest when it has expired."""
+    clock = Clock()
+    log = feed(good=4)
+    log.store.put(keys.replica_key(replica), data)
+    store = log.store
+    assert isinstance(store, MemoryStore)
+    wait_for_replicas(log, 4, replicas=0, timeout_s=LIVE_S + 10, clock=clock, sleep=clock.sleep)
+
+
+@pytest.mark.parametrize("version", [4, 9, 10, 2**62])
+@pytest.mark.parametrize("facts", [{}, {"digest": "00" * 16}])
+def test_only_versions_of_this_feed_are_confirmed(version: int, facts: dict[str, str]) -> None:
+    """A replica above the head, or with other bits, serves nothing that this trainer has published."""
+    clock = Clock()
+    log = feed()
+    log.beat(Heartbeat("a", version, NOW_S, facts))
+    is_of_feed = version < 10 and not facts
+    assert bool(serving(log, clock=clock)) == is_of_feed
+    if is_of_feed:
+        wait_for_replicas(log, 4, replicas=1, timeout_s=5, clock=clock, sleep=clock.sleep)
+    else:
+        with pytest.raises(StoreError, match="0 live replicas"):
+            wait_for_replicas(log, 4, replicas=1, timeout_s=5, clock=clock, sleep=clock.sleep)
+
+
 class FailingStore(MemoryStore):
     """Listings fail as often as `failures` says."""
 
     def __init__(self, *, failures: int, transient: bool) -> None:
-        super().__init__()
+        super().__init__(clock=lambda: NOW_S)
         self.failures = failures
         self.transient = transient
 
@@ -139,7 +183,7 @@ class FailingStore(MemoryStore):
 
 
 def test_a_store_that_fails_for_a_moment_is_asked_again() -> None:
-    log = Log(FailingStore(failures=2, transient=True))
+    log = feed(FailingStore(failures=2, transient=True))
     beat(log, "a", 4)()
     clock = Clock()
     wait_for_replicas(log, 4, replicas=1, timeout_s=10, clock=clock, sleep=clock.sleep)

@@ -111,7 +111,7 @@ def write_vector(name: str, header: PayloadHeader, found: list[Block]) -> str:
 
 
 def described(payload: str) -> list[dict[str, Any]]:
-    """The blocks of a payload as its index must tell them."""
+    """The blocks of a payload as its index must list them."""
     return [
         {
             "codec": b.codec,

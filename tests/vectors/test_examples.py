@@ -90,16 +90,16 @@ def payload(codec: str) -> tuple[bytes, list[Block]]:
 
 
 def test_a_whole_payload() -> None:
-    """But for what depends on the zlib at hand: the length of the index, and so of the file."""
+    """Except for what depends on the build of zlib: the length of the index, and so of the file."""
     data, _ = payload("exp/1")
-    told_header, told_index = (json.loads(text.replace("\n", "")) for text in code("19.5")[:2])
+    expected_header, expected_index = (json.loads(text.replace("\n", "")) for text in code("19.5")[:2])
     header = parse_header(data)
-    assert header.metadata == told_header["__metadata__"]
-    assert [e.name for e in header.entries] == [n for n in told_header if n != "__metadata__"]
+    assert header.metadata == expected_header["__metadata__"]
+    assert [e.name for e in header.entries] == [n for n in expected_header if n != "__metadata__"]
     [begin, end] = [e.begin for e in header.entries]
     index = zlib.decompress(data[begin:end])
     assert index == code("19.5")[1].replace("\n", "").encode()
-    assert json.loads(index) == told_index
+    assert json.loads(index) == expected_index
     assert data[end:] == bytes.fromhex(code("19.1")[0])
     infos = Payload.parse(data).block_infos
     assert zlib.decompress(encode_index(LAYOUT, infos)) == index

@@ -59,15 +59,15 @@ def test_a_writer_writes_them(vector: dict[str, Any]) -> None:
     else:
         found = blocks.encode_delta(old, new, codec=vector["codec"])
     golden = payload(vector)
-    for i, (block, told) in enumerate(zip(found, vector["blocks"], strict=True)):
+    for i, (block, expected) in enumerate(zip(found, vector["blocks"], strict=True)):
         assert (block.codec, block.runs.tolist(), block.changed, block.digest.hex) == (
-            told["codec"],
-            told["runs"],
-            told["changed"],
-            told["digest"],
+            expected["codec"],
+            expected["runs"],
+            expected["changed"],
+            expected["digest"],
         )
         assert block.data == golden.block(i).data
-        assert (golden.block_infos[i].sha256, len(block.data)) == (told["sha256"], told["bytes"])
+        assert (golden.block_infos[i].sha256, len(block.data)) == (expected["sha256"], expected["bytes"])
 
 
 @positive

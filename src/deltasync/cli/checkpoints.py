@@ -1,84 +1,71 @@
 """Commands on checkpoints and payloads: diff, apply, inspect, digest."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from deltasync import blocks
 from deltasync.checkpoint import open_checkpoint
-from deltasync.cli.common import (
-    Commands,
-    add_command,
-    add_json,
-    add_threads,
-    bars,
-    bits_text,
-    or_dash,
-    print_fields,
-    print_json,
-    print_table,
-    share_text,
-    size_text,
-)
+from deltasync.cli.commands import ROWS_MAX
+from deltasync.cli.output import Column, Output, number_column
+from deltasync.cli.units import bits_text, number_text, or_dash, percent, ratio_text, share_text, size_text
 from deltasync.errors import InvalidInputError
 from deltasync.files import atomic_write
-from deltasync.oneshot import Inspection, apply, diff_chunks, inspect
+from deltasync.oneshot import Inspection, diff_chunks
+from deltasync.oneshot import apply as apply_delta
+from deltasync.oneshot import inspect as read_payload
 from deltasync.parallel import counting
 
-_ROWS_MAX = 20
 
-
-def add_commands(commands: Commands) -> None:
-    """Add the commands of this module."""
-    _add_diff(commands)
-    _add_apply(commands)
-    _add_inspect(commands)
-    _add_digest(commands)
-
-
-def _add_diff(commands: Commands) -> None:
-    parser = add_command(commands, "diff", _diff, "Write the delta between two checkpoints to a file.")
-    parser.add_argument("old", metavar="OLD", help="checkpoint folder or .safetensors file")
-    parser.add_argument("new", metavar="NEW", help="checkpoint folder or .safetensors file")
-    parser.add_argument("-o", "--output", metavar="DELTA", required=True, type=Path, help="file to write")
-    parser.add_argument(
-        "--codec",
-        choices=("exp/1", "coo/1"),
-        default="exp/1",
-        help="exp/1 is the smallest (default), coo/1 has plain indices and values",
-    )
-    add_threads(parser)
-
-
-def _diff(args: argparse.Namespace) -> None:
+def diff(args: argparse.Namespace, out: Output) -> None:
+    """Write the delta, and print its size against that of the weights."""
     if args.output.is_dir():
         raise InvalidInputError(f"{args.output} is a folder", hint="name a file to write")
     _require_other_file(args.output, args.old, args.new)
-    with bars() as progress:
+    with out.bars() as progress:
         atomic_write(args.output, diff_chunks(args.old, args.new, codec=args.codec, progress=progress))
-    delta = inspect(args.output)
+    delta = read_payload(args.output)
+    layout = delta.layout
+    if out.is_json:
+        out.json(
+            {
+                "output": str(args.output),
+                "bytes": delta.nbytes,
+                "full_bytes": layout.nbytes,
+                "elements": layout.elements,
+                "changed": delta.changed,
+                "bits_per_changed": delta.bits_per_changed,
+                "parent_digest": None if delta.parent_digest is None else delta.parent_digest.hex,
+                "digest": delta.digest.hex,
+            }
+        )
+        return
+    out.line(
+        f"{args.output}: {size_text(delta.nbytes)} (all weights are {size_text(layout.nbytes)}, "
+        f"{ratio_text(delta.nbytes, layout.nbytes)}); {_changed_text(delta)}, "
+        f"{bits_text(delta.nbytes, delta.changed)} bits each",
+        indent="  ",
+    )
+
+
+def _changed_text(delta: Inspection) -> str:
     elements = delta.layout.elements
-    print(
-        f"{args.output}: {size_text(delta.nbytes)}, {delta.changed} of {elements} elements changed "
-        f"({share_text(delta.changed, elements)}), {bits_text(delta.nbytes, delta.changed)} bits each"
+    return f"{number_text(delta.changed)} of {number_text(elements)} elements changed " + (
+        f"({share_text(delta.changed, elements)})"
     )
 
 
-def _add_apply(commands: Commands) -> None:
-    parser = add_command(commands, "apply", _apply, "Write the checkpoint that a delta leads to from an older one.")
-    parser.add_argument("old", metavar="OLD", help="checkpoint folder or .safetensors file")
-    parser.add_argument("delta", metavar="DELTA", help="file that `deltasync diff` wrote")
-    parser.add_argument(
-        "-o", "--output", metavar="NEW", required=True, type=Path, help="checkpoint to write, structured as OLD"
-    )
-    add_threads(parser)
-
-
-def _apply(args: argparse.Namespace) -> None:
+def apply(args: argparse.Namespace, out: Output) -> None:
+    """Write the checkpoint, and print its digest."""
     _require_other_file(args.output, args.delta)
-    digest = inspect(args.delta).digest
-    with bars() as progress:
-        apply(args.old, args.delta, out=args.output, progress=progress)
-    print(f"{digest}  {args.output}")
+    digest = read_payload(args.delta).digest
+    with out.bars() as progress:
+        apply_delta(args.old, args.delta, out=args.output, progress=progress)
+    if out.is_json:
+        out.json({"output": str(args.output), "digest": digest.hex})
+    else:
+        out.line(f"{digest}  {args.output}")
 
 
 def _require_other_file(output: Path, *inputs: str) -> None:
@@ -87,97 +74,143 @@ def _require_other_file(output: Path, *inputs: str) -> None:
             raise InvalidInputError(f"{output} is an input", hint="choose another output")
 
 
-def _add_inspect(commands: Commands) -> None:
-    parser = add_command(commands, "inspect", _inspect, "Describe the contents of a payload.")
-    parser.add_argument("file", metavar="FILE", help="file that `deltasync diff` wrote")
-    parser.add_argument(
-        "--all", action="store_true", help=f"list every block and tensor, not only the {_ROWS_MAX} most changed"
-    )
-    add_json(parser)
-
-
-def _inspect(args: argparse.Namespace) -> None:
-    payload = inspect(args.file)
-    if args.json:
-        print_json(payload.to_json())
+def inspect(args: argparse.Namespace, out: Output) -> None:
+    """Print a summary of a payload, and tables by layer, codec, block and tensor."""
+    with out.bars() as progress:
+        payload = read_payload(args.file, old=args.old, progress=progress)
+    if out.is_json:
+        out.json(payload.to_json())
         return
     layout = payload.layout
-    print_fields(
+    out.fields(
         (
             ("file", f"{args.file} ({size_text(payload.nbytes)})"),
             ("kind", payload.kind),
-            ("layout", f"{len(layout.tensors)} tensors, {layout.elements} elements, {size_text(layout.nbytes)}"),
-            ("layout sha256", layout.sha256),
+            (
+                "weights",
+                f"{number_text(len(layout.tensors))} tensors, {number_text(layout.elements)} elements, "
+                f"{size_text(layout.nbytes)} ({ratio_text(payload.nbytes, layout.nbytes)})",
+            ),
+            ("layout", layout.sha256),
             ("parent digest", or_dash(payload.parent_digest)),
             ("digest", payload.digest.hex),
-            ("changed", f"{payload.changed} elements ({share_text(payload.changed, layout.elements)})"),
+            ("changed", f"{number_text(payload.changed)} elements ({share_text(payload.changed, layout.elements)})"),
             ("bits each", bits_text(payload.nbytes, payload.changed)),
         )
     )
+    rows_max = None if args.all else ROWS_MAX
+    _print_layers(out, payload, rows_max)
+    columns = (
+        Column("codec", is_name=True),
+        number_column("blocks"),
+        number_column("elements", rank=1),
+        number_column("changed"),
+        Column("bytes", size_text),
+        Column("bits each"),
+    )
     rows = [
-        (c.codec, str(c.blocks), str(c.elements), str(c.changed), size_text(c.nbytes), bits_text(c.nbytes, c.changed))
-        for c in payload.codecs
+        (c.codec, c.blocks, c.elements, c.changed, c.nbytes, bits_text(c.nbytes, c.changed)) for c in payload.codecs
     ]
-    print_table("codecs", ("codec", "blocks", "elements", "changed", "bytes", "bits each"), rows)
-    rows_max = None if args.all else _ROWS_MAX
-    _print_blocks(payload, rows_max)
-    _print_tensors(payload, rows_max)
+    out.table("codecs", columns, rows)
+    _print_blocks(out, payload, rows_max)
+    _print_tensors(out, payload, rows_max)
 
 
-def _print_blocks(payload: Inspection, rows_max: int | None) -> None:
-    most_changed = sorted(range(len(payload.blocks)), key=lambda i: -payload.blocks[i].changed)[:rows_max]
+def _print_layers(out: Output, payload: Inspection, rows_max: int | None) -> None:
+    if out.columns is not None and len(payload.layers) > 1 and all(y.changed is None for y in payload.layers):
+        out.line("layers: every block has elements of several layers; --old CHECKPOINT counts the changes of each")
+        return
+    shown = _most_changed([y.changed for y in payload.layers], rows_max)
+    columns = (
+        Column("layer", is_name=True),
+        number_column("tensors", rank=1),
+        number_column("elements"),
+        Column("changed", _count_or_shared),
+        Column("share", "{:.3f} %".format),
+    )
     rows = [
         (
-            f"{i}: {b.first[0]} [{b.first[1]}]",
+            y.name,
+            y.tensors,
+            y.elements,
+            _shared(y.changed),
+            percent(y.changed, y.elements),
+        )
+        for y in (payload.layers[i] for i in shown)
+    ]
+    out.table(_title("layers", len(rows), len(payload.layers)), columns, rows)
+
+
+def _most_changed(counts: Sequence[int | None], rows_max: int | None) -> list[int]:
+    """The indices of the largest counts, ascending. Counts that are not known come first."""
+    by_count = sorted(range(len(counts)), key=lambda i: (counts[i] is not None, -(counts[i] or 0)))
+    return sorted(by_count[:rows_max])
+
+
+def _shared(changed: int | None) -> int | str:
+    return "shared" if changed is None else changed
+
+
+def _count_or_shared(value: Any) -> str:
+    return value if isinstance(value, str) else number_text(value)
+
+
+def _print_blocks(out: Output, payload: Inspection, rows_max: int | None) -> None:
+    columns = (
+        Column("block"),
+        Column("begins at", is_name=True),
+        Column("codec", rank=3),
+        number_column("tensors", rank=4),
+        number_column("elements", rank=5),
+        number_column("changed"),
+        Column("bytes", size_text, rank=1),
+        Column("bits each", rank=2),
+    )
+    rows = [
+        (
+            i,
+            f"{b.first[0]} [{b.first[1]}]",
             b.codec,
-            str(b.tensors),
-            str(b.elements),
-            str(b.changed),
-            size_text(b.nbytes),
+            b.tensors,
+            b.elements,
+            b.changed,
+            b.nbytes,
             bits_text(b.nbytes, b.changed),
         )
-        for i, b in ((i, payload.blocks[i]) for i in sorted(most_changed))
+        for i, b in ((i, payload.blocks[i]) for i in _most_changed([b.changed for b in payload.blocks], rows_max))
     ]
-    columns = ("block: begins at", "codec", "tensors", "elements", "changed", "bytes", "bits each")
-    print_table(_title("blocks", len(rows), len(payload.blocks)), columns, rows)
+    out.table(_title("blocks", len(rows), len(payload.blocks)), columns, rows)
 
 
-def _print_tensors(payload: Inspection, rows_max: int | None) -> None:
+def _print_tensors(out: Output, payload: Inspection, rows_max: int | None) -> None:
     most_changed = sorted(payload.tensors, key=lambda t: (t.blocks == 0, -(t.changed or 0)))[:rows_max]
+    columns = (
+        Column("tensor", is_name=True),
+        Column("type"),
+        Column("shape", rank=2),
+        number_column("blocks", rank=1),
+        Column("changed", _count_or_shared),
+    )
     rows = [
-        (
-            t.spec.name,
-            t.spec.dtype.name,
-            str(list(t.spec.shape)),
-            str(t.blocks),
-            "shared" if t.changed is None else str(t.changed),
-        )
-        for t in most_changed
+        (t.spec.name, t.spec.dtype.name, str(list(t.spec.shape)), t.blocks, _shared(t.changed)) for t in most_changed
     ]
-    columns = ("tensor", "type", "shape", "blocks", "changed")
-    print_table(_title("tensors", len(rows), len(payload.tensors)), columns, rows)
+    out.table(_title("tensors", len(rows), len(payload.tensors)), columns, rows)
 
 
 def _title(noun: str, shown: int, total: int) -> str:
-    return noun if shown == total else f"{noun} ({shown} of {total}; --all lists them)"
+    return noun if shown == total else f"{noun} ({shown} of {total:,}; --all lists them)"
 
 
-def _add_digest(commands: Commands) -> None:
-    parser = add_command(commands, "digest", _digest, "Print the state digest of a checkpoint.")
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder or .safetensors file")
-    add_json(parser)
-    add_threads(parser)
-
-
-def _digest(args: argparse.Namespace) -> None:
+def digest(args: argparse.Namespace, out: Output) -> None:
+    """Print the state digest of a checkpoint."""
     weights = open_checkpoint(args.checkpoint).weights
     layout = weights.layout
-    with bars() as progress:
-        digest = blocks.digest(weights, on_progress=counting(progress, "digest", layout.elements))
-    if args.json:
-        print_json(
+    with out.bars() as progress:
+        found = blocks.digest(weights, on_progress=counting(progress, "digest", layout.elements))
+    if out.is_json:
+        out.json(
             {
-                "digest": digest.hex,
+                "digest": found.hex,
                 "layout_sha256": layout.sha256,
                 "tensors": len(layout.tensors),
                 "elements": layout.elements,
@@ -185,4 +218,4 @@ def _digest(args: argparse.Namespace) -> None:
             }
         )
     else:
-        print(f"{digest}  {args.checkpoint}")
+        out.line(f"{found}  {args.checkpoint}")

@@ -1,101 +1,87 @@
-"""Commands on feeds: publish, log, show, verify, restore, prune."""
+"""Commands on feeds: publish, log, show, verify, restore, prune, compact."""
 
 import argparse
 import sys
-from pathlib import Path
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from deltasync.cli.common import (
-    Commands,
-    add_base,
-    add_command,
-    add_json,
-    add_threads,
-    add_url,
-    bars,
+from deltasync.checkpoint import open_checkpoint
+from deltasync.cli.commands import ROWS_MAX
+from deltasync.cli.follow import calling_on_signal
+from deltasync.cli.output import Column, Output, number_column
+from deltasync.cli.units import (
+    bits_text,
     count_text,
-    manifest_json,
+    duration_text,
+    number_text,
     or_dash,
-    plain,
-    positive,
-    print_fields,
-    print_json,
-    print_table,
+    percent,
     ranges_text,
+    ratio_text,
     share_text,
     size_text,
     time_text,
     versions_text,
-    whole_number,
 )
 from deltasync.errors import CorruptError, NotFoundError
-from deltasync.feed.log import Log
+from deltasync.feed.compact import LEVELS, Compactor
+from deltasync.feed.log import READ_THREADS, Log, manifest_key
 from deltasync.feed.plan import Plan
-from deltasync.feed.prune import plan_prune, prune
-from deltasync.feed.replay import plan_restore, restore
-from deltasync.feed.verify import Verification, verify
+from deltasync.feed.prune import plan_prune
+from deltasync.feed.prune import prune as delete
+from deltasync.feed.replay import plan_restore
+from deltasync.feed.replay import restore as write
+from deltasync.feed.verify import Verification
+from deltasync.feed.verify import verify as check
+from deltasync.format import keys
 from deltasync.format.manifest import BaseRef, Manifest
+from deltasync.parallel import each
+from deltasync.replica.loop import Loop
 from deltasync.store import opened
-from deltasync.trainer.checkpoint import publish
-
-_ROWS_MAX = 20
-
-
-def add_commands(commands: Commands) -> None:
-    """Add the commands of this module."""
-    _add_publish(commands)
-    _add_log(commands)
-    _add_show(commands)
-    _add_verify(commands)
-    _add_restore(commands)
-    _add_prune(commands)
+from deltasync.store.protocol import Store
+from deltasync.trainer.checkpoint import publish as commit
 
 
-def _add_publish(commands: Commands) -> None:
-    parser = add_command(commands, "publish", _publish, "Commit a checkpoint as the next version of a feed.")
-    add_url(parser)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder or .safetensors file")
-    parser.add_argument("--step", type=whole_number, metavar="N", help="the trainer's step, as information")
-    parser.add_argument(
-        "--parent",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="the checkpoint that was published last (default: rebuild it from the feed)",
-    )
-    parser.add_argument(
-        "--anchor",
-        action="store_true",
-        help="add all weights, for replicas that join late; required if the set of tensors changed",
-    )
-    parser.add_argument(
-        "--base",
-        metavar="NAME[@REVISION]",
-        help="first version only: replicas have this checkpoint as NAME, a folder or a Hub id; nothing is uploaded",
-    )
-    parser.add_argument(
-        "--require-fencing", action="store_true", help="refuse a store that cannot keep two writers apart"
-    )
-    add_json(parser)
-    add_threads(parser)
-
-
-def _publish(args: argparse.Namespace) -> None:
-    with bars() as progress:
-        m = publish(
-            args.url,
-            args.checkpoint,
-            step=args.step,
-            parent=args.parent,
-            anchor=args.anchor,
-            base=None if args.base is None else base_ref(args.base),
-            require_fencing=args.require_fencing,
-            progress=progress,
-        )
-    if args.json:
-        print_json(manifest_json(m))
+def publish(args: argparse.Namespace, out: Output) -> None:
+    """Commit, and print what that cost against all weights."""
+    full_bytes = open_checkpoint(args.checkpoint).weights.layout.nbytes
+    began_s = time.perf_counter()
+    with opened(args.url) as store:
+        with out.bars() as progress:
+            m = commit(
+                store,
+                args.checkpoint,
+                step=args.step,
+                parent=args.parent,
+                anchor=args.anchor,
+                base=None if args.base is None else base_ref(args.base),
+                trust_code=args.trust_code,
+                require_fencing=args.require_fencing,
+                must_exist=args.must_exist,
+                progress=progress,
+            )
+        seconds = time.perf_counter() - began_s
+        anchor = Log(store).anchor(m.version) if args.anchor and m.kind == "delta" else None
+        full_url = store.url
+    if out.is_json:
+        anchor_bytes = None if anchor is None else anchor.nbytes
+        cost = {"full_bytes": full_bytes, "anchor_bytes": anchor_bytes, "seconds": round(seconds, 3)}
+        out.json({**manifest_json(m), **cost})
         return
-    changed = "" if m.changed is None else f", {m.changed} elements changed ({share_text(m.changed, m.elements)})"
-    print(f"version {m.version}: {m.kind} of {size_text(m.nbytes)}{changed}, digest {m.digest}")
+    whole = f"all weights are {size_text(full_bytes)}"
+    if m.kind != "base" and m.nbytes:
+        whole += f", {ratio_text(m.nbytes, full_bytes)}"
+    out.line(f"version {m.version}: {m.kind} of {size_text(m.nbytes)} in {duration_text(seconds)} ({whole})")
+    fields = []
+    if m.changed is not None:
+        share = f"{number_text(m.changed)} of {number_text(m.elements)} elements ({share_text(m.changed, m.elements)})"
+        fields.append(("changed", f"{share}, {bits_text(m.nbytes, m.changed)} bits each"))
+    if anchor is not None:
+        fields.append(("anchor", f"{size_text(anchor.nbytes)} added, for replicas that join late"))
+    if m.version == 0:
+        fields.append(("new feed", full_url))
+    out.fields([*fields, ("digest", m.digest.hex)])
 
 
 def base_ref(text: str) -> BaseRef:
@@ -104,68 +90,101 @@ def base_ref(text: str) -> BaseRef:
     return BaseRef(text) if text.startswith(("/", ".")) or not at else BaseRef(name, revision)
 
 
-def _add_log(commands: Commands) -> None:
-    parser = add_command(commands, "log", _log, "List the versions of a feed.")
-    add_url(parser)
-    parser.add_argument("--all", action="store_true", help=f"list every version, not only the newest {_ROWS_MAX}")
-    add_json(parser)
-
-
-def _log(args: argparse.Namespace) -> None:
+def log(args: argparse.Namespace, out: Output) -> None:
+    """List the newest versions, or all."""
     with opened(args.url) as store:
         log = Log(store)
         head = log.require_head()
-        first = 0 if args.all else max(0, head.version + 1 - _ROWS_MAX)
+        first = 0 if args.all else max(0, head.version + 1 - ROWS_MAX)
         manifests = [*log.read_many(range(first, head.version)), head]
-        anchors = {version for version in log.anchors() if version >= first}
+        listed = [version for version in log.anchors() if version >= first]
+        # `prune` may delete one after it was listed.
+        added = [anchor for anchor in each(log.anchor, listed, waiting=READ_THREADS) if anchor is not None]
+        anchors = {anchor.version: anchor.nbytes for anchor in added}
         skips = [pair for pair in log.skips() if pair[0] >= first]
         floor = log.floor()
-    if args.json:
-        print_json(
+        payloads, stored_bytes = stored(store)
+    if out.is_json:
+        versions = [
+            {
+                **manifest_json(m),
+                "has_anchor": m.version in anchors,
+                "anchor_bytes": anchors.get(m.version),
+                "pruned": m.version < floor,
+            }
+            for m in manifests
+        ]
+        out.json(
             {
                 "head": head.version,
                 "floor": floor,
-                "versions": [{**manifest_json(m), "has_anchor": m.version in anchors} for m in manifests],
+                "stored_bytes": stored_bytes,
+                "stored_payloads": payloads,
+                "versions": versions,
                 "skips": [list(pair) for pair in skips],
             }
         )
         return
-    title = f"{len(manifests)} of {count_text(head.version + 1, 'version')}"
+    title = f"{len(manifests):,} of {count_text(head.version + 1, 'version')}; {feed_size_text(payloads, stored_bytes)}"
     if floor:
-        title += f", pruned before {floor}"
-    columns = ("version", "kind", "step", "changed", "share", "bytes", "digest", "writer", "committed (UTC)")
-    print_table(title, columns, [_log_row(m, has_anchor=m.version in anchors) for m in manifests])
+        title += f"; pruned before version {floor}"
+    columns = (
+        Column("version"),
+        Column("kind", is_name=True),
+        Column("step", rank=4),
+        number_column("changed", rank=5),
+        Column("share", "{:.3f} %".format, rank=2),
+        Column("bytes", size_text),
+        Column("anchor", size_text, rank=1),
+        Column("committed (UTC)", rank=3),
+        Column("digest", rank=6),
+        Column("writer", rank=7),
+    )
+    rows = [_log_row(m, anchors.get(m.version), pruned=m.version < floor) for m in manifests]
+    pruned = [i for i, m in enumerate(manifests) if m.version < floor]
+    out.table(title, columns, rows, faint=pruned)
     for start, end in skips:
-        print(f"skip from version {start} to {end}")
+        out.line(f"skip from version {start} to {end}")
 
 
-def _log_row(m: Manifest, *, has_anchor: bool) -> tuple[str, ...]:
+def _log_row(m: Manifest, anchor_bytes: int | None, *, pruned: bool) -> tuple[Any, ...]:
     return (
-        str(m.version),
-        f"{m.kind} + anchor" if has_anchor else m.kind,
-        or_dash(m.step),
-        or_dash(m.changed),
-        "-" if m.changed is None else share_text(m.changed, m.elements),
-        size_text(m.nbytes),
+        m.version,
+        m.kind + (", pruned" if pruned else ""),
+        m.step,
+        m.changed,
+        percent(m.changed, m.elements),
+        m.nbytes,
+        anchor_bytes,
+        time_text(m.created_unix_s),
         m.digest.hex[:12],
         m.writer[:8],
-        time_text(m.created_unix_s),
     )
 
 
-def _add_show(commands: Commands) -> None:
-    parser = add_command(commands, "show", _show, "Describe one version, and list what a restore of it fetches.")
-    add_url(parser)
-    parser.add_argument("version", type=whole_number, metavar="VERSION", help="the version")
-    add_json(parser)
+def stored(store: Store) -> tuple[int, int]:
+    """How many payloads of a feed are in the store, and their bytes: deltas, anchors and files beside the weights."""
+    sizes = [item.nbytes for item in store.list(keys.PAYLOADS)]
+    return len(sizes), sum(sizes)
 
 
-def _show(args: argparse.Namespace) -> None:
+def feed_size_text(payloads: int, stored_bytes: int) -> str:
+    """The size of a feed in words."""
+    return f"{size_text(stored_bytes)} in {count_text(payloads, 'payload')}, anchors included"
+
+
+def manifest_json(manifest: Manifest) -> dict[str, Any]:
+    """A manifest as the commands print it: the fields of docs/format.md, and the sum of its payloads."""
+    return {**manifest.to_json(), "payload_bytes": manifest.nbytes}
+
+
+def show(args: argparse.Namespace, out: Output) -> None:
+    """Print the manifest of a version, its anchor, and what a restore of it fetches."""
     with opened(args.url) as store:
         m, plan = plan_restore(store, version=args.version)
-        anchor = Log(store).anchor(args.version)
-    if args.json:
-        print_json(
+        anchor = Log(store).anchor(m.version)
+    if out.is_json:
+        out.json(
             {
                 "manifest": manifest_json(m),
                 "anchor": None if anchor is None else manifest_json(anchor),
@@ -173,17 +192,22 @@ def _show(args: argparse.Namespace) -> None:
             }
         )
         return
+    changed = (
+        "-"
+        if m.changed is None
+        else f"{number_text(m.changed)} of {number_text(m.elements)} elements ({share_text(m.changed, m.elements)})"
+    )
     fields = [
         ("version", f"{m.version} ({m.kind})"),
         ("step", or_dash(m.step)),
         ("parent", or_dash(m.parent)),
         ("parent digest", or_dash(m.parent_digest)),
         ("digest", m.digest.hex),
-        ("layout sha256", m.layout_sha256),
-        ("changed", "-" if m.changed is None else f"{m.changed} elements ({share_text(m.changed, m.elements)})"),
+        ("layout", m.layout_sha256),
+        ("changed", changed),
         ("writer", m.writer),
         ("committed", f"{time_text(m.created_unix_s)} UTC"),
-        ("payloads", f"{len(m.payloads)}, {size_text(m.nbytes)}"),
+        ("payloads", f"{number_text(len(m.payloads))}, {size_text(m.nbytes)}"),
         (
             "anchor",
             "-" if anchor is None else f"{count_text(len(anchor.payloads), 'shard')}, {size_text(anchor.nbytes)}",
@@ -191,38 +215,33 @@ def _show(args: argparse.Namespace) -> None:
     ]
     if m.base is not None:
         fields.append(("base", m.base.checkpoint + ("" if m.base.revision is None else f" @ {m.base.revision}")))
-    print_fields([*fields, *sorted(m.extra.items())])
-    _print_edges(f"restore fetches {size_text(plan.nbytes)}", plan)
+    out.fields([*fields, *sorted(m.extra.items())])
+    _print_edges(out, f"a restore fetches {size_text(plan.nbytes)}", plan)
 
 
 def _edges_json(plan: Plan) -> list[dict[str, Any]]:
     return [{"key": edge.key, "start": edge.start, "end": edge.end, "bytes": edge.nbytes} for edge in plan.edges]
 
 
-def _print_edges(title: str, plan: Plan) -> None:
-    rows = [(edge.key, or_dash(edge.start), str(edge.end), size_text(edge.nbytes)) for edge in plan.edges]
-    print_table(title, ("manifest", "from", "to", "bytes"), rows)
+def _print_edges(out: Output, title: str, plan: Plan) -> None:
+    columns = (Column("manifest", is_name=True), Column("from"), Column("to"), Column("bytes", size_text))
+    out.table(title, columns, [(edge.key, edge.start, edge.end, edge.nbytes) for edge in plan.edges])
 
 
-def _add_verify(commands: Commands) -> None:
-    parser = add_command(commands, "verify", _verify, "Check every version of a feed.")
-    add_url(parser)
-    parser.add_argument("--deep", action="store_true", help="fetch and decode every payload, too")
-    add_base(parser)
-    add_json(parser)
-    add_threads(parser)
-
-
-def _verify(args: argparse.Namespace) -> None:
-    with bars() as progress:
-        result = verify(args.url, deep=args.deep, base=args.base, progress=progress)
-    if args.json:
-        print_json(result.to_json())
+def verify(args: argparse.Namespace, out: Output) -> None:
+    """Check a feed; an error if there is none, or if it is damaged."""
+    with out.bars() as progress:
+        result = check(args.url, deep=args.deep, base=args.base, progress=progress)
+    if out.is_json:
+        out.json(result.to_json())
     else:
-        _print_verification(result)
+        _print_verification(out, result)
     sys.stdout.flush()
     if result.head is None:
-        raise NotFoundError(f"there is no version in {args.url}", hint="is this the URL of a feed?")
+        raise NotFoundError(
+            f"there is no version in {args.url}",
+            hint="check that this is the URL of a feed, and that something was published to it",
+        )
     if not result.is_clean:
         damages, lost = count_text(len(result.damages), "damage"), count_text(len(result.lost), "version")
         raise CorruptError(
@@ -231,78 +250,121 @@ def _verify(args: argparse.Namespace) -> None:
         )
 
 
-def _print_verification(result: Verification) -> None:
+def _print_verification(out: Output, result: Verification) -> None:
     for damage in result.damages:
         cost = f"it costs {versions_text(damage.takes)}" if damage.takes else "no version needs it alone"
-        print(f"damaged {plain(damage.key)}: {plain(str(damage.error))}; {cost}")
+        out.line(f"damaged {damage.key}: {damage.error}; {cost}", indent="  ")
     for message in result.unchecked:
-        print(f"not checked: {plain(message)}")
+        out.line(f"not checked: {message}", indent="  ")
     if result.pruned:
-        print(f"pruned: {versions_text(result.pruned)}")
+        out.line(f"pruned: {versions_text(result.pruned)}", indent="  ")
     if result.lost:
-        print(f"lost: {versions_text(result.lost)}")
+        out.line(f"lost: {versions_text(result.lost)}", indent="  ")
     if result.orphans:
         payloads = f"{count_text(result.orphans, 'payload')} ({size_text(result.orphan_bytes)})"
-        print(f"not named by any manifest: {payloads}, which `prune` removes")
+        old = result.orphans - result.young_orphans
+        out.line(
+            f"not named by any manifest: {payloads}; `prune` removes {number_text(old)} of them, and leaves "
+            f"{number_text(result.young_orphans)} that are younger than a day",
+            indent="  ",
+        )
     if result.restorable:
         state = "decoded and proved" if result.deep else "in place"
-        print(f"{count_text(len(result.restorable), 'version')} {state}: {ranges_text(result.restorable)}")
+        count = count_text(len(result.restorable), "version")
+        out.line(f"{count} {state}: {ranges_text(result.restorable)}", indent="  ")
     else:
-        print("no version can be restored")
+        out.line("no version can be restored")
 
 
-def _add_restore(commands: Commands) -> None:
-    parser = add_command(commands, "restore", _restore, "Write a version as a checkpoint folder.")
-    add_url(parser)
-    parser.add_argument("-o", "--output", metavar="DIR", required=True, type=Path, help="folder to write")
-    parser.add_argument("--version", type=whole_number, metavar="N", help="the version (default: the newest)")
-    add_base(parser)
-    parser.add_argument("--dry-run", action="store_true", help="only list what would be fetched")
-    add_json(parser)
-    add_threads(parser)
-
-
-def _restore(args: argparse.Namespace) -> None:
+def restore(args: argparse.Namespace, out: Output) -> None:
+    """Write a version as a folder, or list what that would fetch."""
     if args.dry_run:
         m, plan = plan_restore(args.url, version=args.version)
-        if args.json:
-            print_json({"version": m.version, "digest": m.digest.hex, "edges": _edges_json(plan)})
+        if out.is_json:
+            out.json({"version": m.version, "digest": m.digest.hex, "edges": _edges_json(plan)})
         else:
-            _print_edges(f"version {m.version}: {size_text(plan.nbytes)} to fetch", plan)
+            _print_edges(out, f"version {m.version}: {size_text(plan.nbytes)} to fetch", plan)
         return
-    with bars() as progress:
-        m = restore(args.url, args.output, version=args.version, base=args.base, progress=progress)
-    if args.json:
-        print_json({"version": m.version, "step": m.step, "digest": m.digest.hex})
+    with out.bars() as progress:
+        m = write(
+            args.url,
+            args.output,
+            version=args.version,
+            base=args.base,
+            files=not args.no_files,
+            trust_code=args.trust_code,
+            progress=progress,
+        )
+    if out.is_json:
+        out.json({"version": m.version, "step": m.step, "digest": m.digest.hex})
     else:
-        print(f"{m.digest}  {args.output} (version {m.version})")
+        out.line(f"{m.digest}  {args.output} (version {m.version})")
 
 
-def _add_prune(commands: Commands) -> None:
-    parser = add_command(commands, "prune", _prune, "Delete the payloads of old versions.")
-    add_url(parser)
-    parser.add_argument(
-        "--keep-anchors", type=positive, required=True, metavar="N", help="keep at least this many anchors"
-    )
-    parser.add_argument(
-        "--keep-versions", type=positive, required=True, metavar="N", help="keep at least this many versions restorable"
-    )
-    parser.add_argument("--yes", action="store_true", help="delete; without it nothing is deleted")
-    add_json(parser)
-
-
-def _prune(args: argparse.Namespace) -> None:
+def prune(args: argparse.Namespace, out: Output) -> None:
+    """Delete old versions, or list what that would delete."""
     with opened(args.url) as store:
+        # A mistyped URL must not look as if there were nothing to delete.
+        Log(store).require_head()
         pruning = plan_prune(store, keep_anchors=args.keep_anchors, keep_versions=args.keep_versions)
-        if args.yes:
-            prune(store, pruning)
-    if args.json:
-        print_json({**pruning.to_json(), "deleted": args.yes})
+        stay = delete(store, pruning) if args.yes else ()
+    if out.is_json:
+        out.json({**pruning.to_json(), "deleted": args.yes, "kept_orphans": list(stay)})
         return
     for key in pruning.keys:
-        print(key)
+        out.key(key)
+    if stay:
+        orphans = count_text(len(stay), "orphan")
+        out.line(f"{orphans} of these stay: a publisher has put them again, or has committed them")
+    if pruning.young_orphans:
+        orphans = f"{count_text(pruning.young_orphans, 'orphan')} ({size_text(pruning.young_orphan_bytes)})"
+        out.line(
+            f"{orphans} younger than a day: not deleted, as a publication in progress may need them",
+            indent="  ",
+        )
     for replica in pruning.held_by:
-        print(f"replica {replica} is behind: the deltas that it needs stay")
+        out.line(f"replica {replica} is behind: the deltas that it needs stay", indent="  ")
+    if pruning.versions:
+        verb = "can no longer be restored" if args.yes else "could no longer be restored"
+        out.line(f"{versions_text(pruning.versions)} {verb}", indent="  ")
     done = "deleted" if args.yes else "to delete (nothing was deleted: pass --yes)"
-    objects = f"{count_text(len(pruning.keys), 'object')}, {size_text(pruning.payload_bytes)}"
-    print(f"{objects} {done}; versions from {pruning.floor} on stay")
+    objects = f"{count_text(len(pruning.keys) - len(stay), 'object')}, {size_text(pruning.payload_bytes)}"
+    out.line(f"{objects} {done}; versions from {pruning.floor} on stay", indent="  ")
+
+
+def compact(args: argparse.Namespace, out: Output) -> None:
+    """Write the skips that are missing, and print each as it is committed; as JSON all at once, unless it follows."""
+    written: list[Manifest] = []
+    with opened(args.url) as store:
+        compactor, loop = Compactor(store, levels=LEVELS if args.levels is None else args.levels), Loop()
+
+        def step() -> bool:
+            before = len(written)
+            for skip in compactor.advance():
+                written.append(skip)
+                if not out.is_json:
+                    _print_skip(out, skip)
+                elif args.follow:
+                    out.json_line(_skip_json(skip))
+            return len(written) > before
+
+        if args.follow:
+            # In a thread of its own: a handler that runs in this one must not meet a lock of the loop.
+            with ThreadPoolExecutor(1) as pool, calling_on_signal(loop.stop):
+                pool.submit(loop.run, step, lambda error: None).result()
+        else:
+            step()
+    if not out.is_json:
+        out.line(f"{count_text(len(written), 'skip')} written")
+    elif not args.follow:
+        out.json({"skips": [_skip_json(skip) for skip in written]})
+
+
+def _skip_json(skip: Manifest) -> dict[str, Any]:
+    return {**manifest_json(skip), "key": manifest_key(skip)}
+
+
+def _print_skip(out: Output, skip: Manifest) -> None:
+    changed = f"{number_text(skip.changed or 0)} elements ({share_text(skip.changed or 0, skip.elements)})"
+    out.line(f"skip from version {skip.parent} to {skip.version}: {changed}, {size_text(skip.nbytes)}", indent="  ")
+    sys.stdout.flush()

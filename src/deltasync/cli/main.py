@@ -1,16 +1,25 @@
-"""The `deltasync` command: its parser, exit codes and error messages."""
+"""The `deltasync` command: it runs one command, and turns errors into messages and exit codes."""
 
 import argparse
+import errno
 import io
+import json
+import logging
 import os
+import re
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any
 
-from deltasync import __version__
-from deltasync.cli import checkpoints, feeds, replicas
-from deltasync.cli.common import plain
-from deltasync.errors import ConflictError, CorruptError, DeltasyncError, FormatError, MismatchError
+from deltasync.cli.commands import parse
+from deltasync.cli.output import Output
+from deltasync.cli.parser import UsageError
+from deltasync.errors import ConflictError, CorruptError, DeltasyncError, FormatError, MismatchError, printable
 from deltasync.parallel import set_threads
 
 EXIT_OK = 0
@@ -21,48 +30,82 @@ EXIT_CONFLICT = 4
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
+_TEMPORARY = re.compile(r"\.([^/]+)\.[0-9a-f]{12}\.tmp(?=/|$)")
+_OS_HINTS = {
+    errno.EACCES: "check the owner and the mode of the file and its folder",
+    errno.EPERM: "check the owner and the mode of the file and its folder",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "a file is where a folder should be: check the path",
+    errno.EISDIR: "a folder is where a file should be: check the path",
+    errno.ENOSPC: "the disk is full: free some space, or choose another place",
+    errno.EDQUOT: "the quota is used up: free some space, or choose another place",
+    errno.EROFS: "the file system is mounted read-only: choose another place",
+    errno.EFBIG: "the file system or the limits of this process do not allow files this large",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
+    errno.EIO: "the disk or the connection to it failed: check the system's log",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; argparse exits with 2 on wrong usage."""
-    parser = argparse.ArgumentParser(
-        prog="deltasync",
-        description="Ships the weights of a model in training, version by version, through an object store.",
-        epilog="Exit codes: 0 ok, 1 error, 2 wrong usage, 3 corrupt or mismatched data, 4 conflict.",
-    )
-    parser.add_argument("--version", action="version", version=f"deltasync {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (feeds, replicas, checkpoints):
-        module.add_commands(commands)
-    return guarded(_run, parser.parse_args(argv))
-
-
-def _run(args: argparse.Namespace) -> None:
-    set_threads(getattr(args, "threads", None))
-    args.run(args)
-
-
-def guarded(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
-    """Call `run` and return the exit code. An error is printed to stderr on one line."""
+    """Run one command and return its exit code. SystemExit after `--help` and `--version`, and on wrong usage."""
+    is_json = "--json" in (sys.argv if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # The caller has closed it. What would be printed is lost, but the command and its exit code are not.
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it stays open until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names with characters that the terminal's encoding lacks are printed escaped, as on stderr.
         sys.stdout.reconfigure(errors="backslashreplace")
+    return guarded(lambda: _run(argv), is_json=is_json)
+
+
+def _run(argv: Sequence[str] | None) -> None:
     try:
-        run(args)
+        args = parse(argv)
+    except SystemExit:
+        # Help that cannot be printed is reported like any other output.
         sys.stdout.flush()
+        raise
+    with _logging(args):
+        set_threads(getattr(args, "threads", None))
+        out = Output.of(is_json=args.json, is_plain=args.plain, is_quiet=args.quiet)
+        getattr(import_module(f"deltasync.cli.{args.module}"), args.command)(args, out)
+
+
+def guarded(run: Callable[[], None], *, is_json: bool = False) -> int:
+    """Call `run` and return the exit code. An error is printed to stderr on one line, as text or as JSON."""
+    try:
+        run()
+        sys.stdout.flush()
+    except UsageError as error:
+        _fail({"kind": "usage", "message": error.message, "hint": error.hint}, EXIT_USAGE, is_json=is_json)
+        raise SystemExit(EXIT_USAGE) from None
     except DeltasyncError as error:
-        return _fail(str(error), _exit_code(error))
+        return _fail(_fields(error), _exit_code(error), is_json=is_json)
     except BrokenPipeError:
-        # The reader of our output has gone. The interpreter flushes stdout at exit, and would complain again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_stdout()
         return EXIT_BROKEN_PIPE
     except OSError as error:
-        return _fail(str(error), EXIT_ERROR)
+        _abandon_stdout()
+        return _fail(_os_fields(error), EXIT_ERROR, is_json=is_json)
     except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_INTERRUPTED)
+        return _fail({"kind": "interrupted", "message": "interrupted"}, EXIT_INTERRUPTED, is_json=is_json)
     except Exception as error:  # noqa: BLE001 - the one place that stops every error
-        traceback.print_exc()
-        return _fail(f"{type(error).__name__}: {error} (this is a bug in deltasync)", EXIT_ERROR)
+        # Only where it happened: the text of the error is foreign, and follows on one line.
+        print("".join(traceback.format_tb(error.__traceback__)), file=sys.stderr, end="")
+        message = f"{type(error).__name__}: {error} (this is a bug in deltasync)"
+        return _fail({"kind": "bug", "message": message}, EXIT_ERROR, is_json=is_json)
     return EXIT_OK
+
+
+def _abandon_stdout() -> None:
+    """Let the interpreter not complain again at its exit about output that cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit_code(error: DeltasyncError) -> int:
@@ -71,9 +114,91 @@ def _exit_code(error: DeltasyncError) -> int:
     return EXIT_CORRUPT if isinstance(error, (CorruptError, FormatError, MismatchError)) else EXIT_ERROR
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"error: {plain(message)}", file=sys.stderr)
+def _fields(error: DeltasyncError) -> dict[str, Any]:
+    return {
+        "kind": error.kind,
+        "message": error.message,
+        "rule": error.rule,
+        "hint": error.hint,
+        "key": error.key,
+        "version": error.version,
+    }
+
+
+def _os_fields(error: OSError) -> dict[str, Any]:
+    """The error of a local file: which one, what is wrong, what to do."""
+    paths = [os.fsdecode(path) for path in (error.filename, error.filename2) if isinstance(path, str | bytes)]
+    # What is written beside its place, under a hidden name, is named by its place.
+    paths = [_TEMPORARY.sub(r"\1", path) for path in paths]
+    message = error.strerror or str(error)
+    return {
+        "kind": "os",
+        "message": f"{' and '.join(paths)}: {message}" if paths else message,
+        "hint": _OS_HINTS.get(error.errno or 0),
+        "key": paths[0] if paths else None,
+    }
+
+
+def _fail(fields: dict[str, Any], code: int, *, is_json: bool) -> int:
+    if is_json:
+        known = {"kind": None, "message": None, "rule": None, "hint": None, "key": None, "version": None}
+        text = json.dumps({"error": {**known, **fields, "exit_code": code}}, ensure_ascii=True)
+    else:
+        rule, hint = fields.get("rule"), fields.get("hint")
+        text = f"error: {fields['message']}" + (f" [{rule}]" if rule else "") + (f" ({hint})" if hint else "")
+    with suppress(OSError):
+        print(printable(text), file=sys.stderr)
     return code
+
+
+class _LogFormatter(logging.Formatter):
+    """One line for each record: `warning: …`, with the time for commands that run for long, or as JSON."""
+
+    def __init__(self, *, is_json: bool, has_time: bool) -> None:
+        super().__init__()
+        self._is_json = is_json
+        self._has_time = has_time
+
+    def format(self, record: logging.LogRecord) -> str:
+        level, message = record.levelname.lower(), printable(record.getMessage())
+        if self._is_json:
+            return json.dumps({"log": {"time_unix_s": round(record.created, 3), "level": level, "message": message}})
+        prefix = time.strftime("%Y-%m-%d %H:%M:%S ", time.gmtime(record.created)) if self._has_time else ""
+        trace = "" if record.exc_info is None else "".join(traceback.format_exception(*record.exc_info))
+        return trace + f"{prefix}{level}: {message}"
+
+
+class _StderrHandler(logging.StreamHandler[Any]):
+    """Writes to what stderr is when a record comes, as a progress bar replaces it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+@contextmanager
+def _logging(args: argparse.Namespace) -> Iterator[None]:
+    """Log to stderr during a command: warnings, with -v what is done, with -vv details, with -q errors only."""
+    level = logging.ERROR if args.quiet else (logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)]
+    handler = _StderrHandler()
+    handler.setLevel(level)
+    handler.setFormatter(_LogFormatter(is_json=args.json, has_time=args.command == "follow"))
+    logger = logging.getLogger("deltasync")
+    level_before, show_before = logger.level, warnings.showwarning
+    logger.addHandler(handler)
+    if args.verbose:
+        logger.setLevel(level)
+
+    def show(message: Warning | str, *rest: Any, **named: Any) -> None:
+        logger.warning("%s", message)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = show_before
+        logger.setLevel(level_before)
+        logger.removeHandler(handler)
 
 
 if __name__ == "__main__":

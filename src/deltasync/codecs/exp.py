@@ -10,7 +10,7 @@ from deltasync.errors import InvalidInputError
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest
 from deltasync.format.payload import Block
-from deltasync.format.weights import Changes, Runs, Weights, slice_runs
+from deltasync.format.weights import Changes, Readable, Runs, Weights, slice_runs
 from deltasync.kernels import kernels
 
 EXP = "exp/1"
@@ -31,7 +31,7 @@ def encode(old: Weights, changes: Changes) -> Block:
     )
 
 
-def encode_difference(old: Weights, new: Weights, runs: Runs) -> Iterator[Block]:
+def encode_difference(old: Readable, new: Readable, runs: Runs) -> Iterator[Block]:
     """The blocks of `runs`, as `detect` cuts them and `encode` codes them, in one pass over memory."""
     before, after = old.region(runs), new.region(runs)
     start, elements = 0, before.elements

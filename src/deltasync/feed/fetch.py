@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from deltasync.errors import CorruptError, FormatError
-from deltasync.format import keys
-from deltasync.format.companions import read_files
+from deltasync.format import keys, limits
+from deltasync.format.companions import can_run_code, read_files
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.index import require_disjoint
 from deltasync.format.manifest import Manifest, PayloadRef
@@ -26,33 +26,44 @@ _FETCH_THREADS = 3
 
 
 def get_whole(store: Store, key: str, nbytes: int) -> Data:
-    """An object whose size is known from a manifest, fetched in parallel ranges into one buffer.
+    """An object whose size a manifest promises, fetched in parallel ranges into one buffer.
 
-    CorruptError if the object is shorter or longer. The caller checks the content: if the object is replaced in the
-    meantime, the result can be a mixture.
+    CorruptError if the object is shorter or longer. The last range is fetched first: the size is only a promise, and
+    no memory is allocated before the object is known to have it. The caller checks the content: if the object is
+    replaced in the meantime, the result can be a mixture.
     """
-    if nbytes <= PART_BYTES:
-        # Asking for one byte more detects an object that is longer.
-        data = store.get_range(key, 0, nbytes + 1)
-        _require_length(key, nbytes, len(data))
-        return data
-    buffer = bytearray(nbytes)
+    offsets = range(0, max(nbytes, 1), PART_BYTES)
+    # Asking for one byte more detects an object that is longer.
+    last = store.get_range(key, offsets[-1], nbytes - offsets[-1] + 1)
+    _require_length(key, nbytes, offsets[-1] + len(last), is_exact=bool(last))
+    if len(offsets) == 1:
+        return last
+    try:
+        buffer = bytearray(nbytes)
+    except MemoryError as error:
+        raise CorruptError(
+            f"there is no memory for the {nbytes} bytes of {key}",
+            rule="payload.memory",
+            hint="if the payload is that large, use a machine with more memory",
+            key=key,
+        ) from error
     view = memoryview(buffer)
+    view[offsets[-1] :] = last
 
     def fetch_part(offset: int) -> None:
-        end = min(offset + PART_BYTES, nbytes)
-        part = store.get_range(key, offset, end - offset + (1 if end == nbytes else 0))
-        _require_length(key, nbytes, nbytes if len(part) == end - offset else offset + len(part))
-        view[offset:end] = part
+        part = store.get_range(key, offset, PART_BYTES)
+        _require_length(key, nbytes, nbytes if len(part) == PART_BYTES else offset + len(part))
+        view[offset : offset + PART_BYTES] = part
 
-    for _ in each(fetch_part, range(0, nbytes, PART_BYTES), waiting=RANGES):
+    for _ in each(fetch_part, offsets[:-1], waiting=RANGES):
         pass
     return buffer
 
 
-def _require_length(key: str, nbytes: int, length: int) -> None:
+def _require_length(key: str, nbytes: int, length: int, *, is_exact: bool = True) -> None:
+    """CorruptError unless the length is the promised one; without `is_exact` the object may be shorter still."""
     if length != nbytes:
-        has = f"more than {nbytes}" if length > nbytes else f"only {length}"
+        has = f"more than {nbytes}" if length > nbytes else f"only {length}" if is_exact else f"at most {length}"
         hint = "fetch it again, or choose another version"
         raise CorruptError(f"{key} has {has} bytes, not {nbytes}", rule="payload.size", hint=hint, key=key)
 
@@ -69,14 +80,13 @@ def fetch(store: Store, ref: PayloadRef, *, on_refetch: Callable[[str], None] = 
     """The bytes of a payload. If they are damaged, they are fetched once more before CorruptError is raised."""
     key = keys.payload_key(ref.sha256)
     for attempt in range(2):
-        try:
-            data = memoryview(get_whole(store, key, ref.nbytes))
-        except CorruptError as error:
-            raise CorruptError(error.message, rule="payload.size", key=key, hint=error.hint) from error
+        data = memoryview(get_whole(store, key, ref.nbytes))
         if hashlib.sha256(data).hexdigest() == ref.sha256:
+            if attempt > 0:
+                # Only now: if it is damaged again, the error says so.
+                logger.warning("%s arrived with another SHA-256, and was whole when it was fetched again", key)
             return data
         if attempt == 0:
-            logger.warning("%s arrived with another SHA-256: fetching it again", key)
             on_refetch(key)
     raise CorruptError(
         f"the bytes of {key} do not have its SHA-256",
@@ -117,9 +127,24 @@ def fetch_payloads(
         yield payload
 
 
-def fetch_files(store: Store, manifest: Manifest) -> dict[str, bytes]:
-    """The files beside the weights, by their relative path."""
-    return {} if manifest.files is None else read_files(fetch(store, manifest.files))
+def fetch_files(store: Store, manifest: Manifest, *, trust_code: bool = False) -> dict[str, bytes]:
+    """The files beside the weights, by their relative path; those that can run code only with `trust_code`."""
+    ref = manifest.files
+    if ref is None:
+        return {}
+    if ref.nbytes > limits.FILES_BYTES_MAX + limits.SAFETENSORS_HEADER_BYTES_MAX:
+        raise CorruptError(
+            f"the files beside the weights have {ref.nbytes} bytes, which are too many",
+            rule="files.size",
+            key=keys.payload_key(ref.sha256),
+        )
+    files = read_files(fetch(store, ref))
+    code = [] if trust_code else [path for path in files if can_run_code(path)]
+    if code:
+        more = f" and {len(code) - 3} others" if len(code) > 3 else ""
+        named = ", ".join(f"{path!r:.80}" for path in code[:3])
+        logger.warning("version %d: leaving out files that can run code: %s%s", manifest.version, named, more)
+    return {path: data for path, data in files.items() if path not in code}
 
 
 def _check_payload(manifest: Manifest, header: PayloadHeader) -> None:

@@ -1,16 +1,67 @@
 """Read the manifests and records of a feed. Nothing is cached, and no pointer is trusted, only the manifests."""
 
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
 
-from deltasync.errors import CorruptError, DeltasyncError, NotFoundError
-from deltasync.format import keys
+from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, NotFoundError
+from deltasync.format import keys, limits
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat
 from deltasync.parallel import each
-from deltasync.store.protocol import Store
+from deltasync.store.protocol import ObjectInfo, Store
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 READ_THREADS = 16
 """Small reads in progress at once: they wait for the network, not for a core."""
+
+_PAGE = 1000
+"""Keys in one response to a listing, on most stores."""
+
+LIVE_S = 900
+"""A replica whose heartbeat is older counts as gone."""
+
+
+def get_record(store: Store, key: str) -> bytes:
+    """A small record. Of an object that is too large for one, only as much as a reader needs to refuse it."""
+    return store.get_range(key, 0, limits.RECORD_BYTES_MAX + 1)
+
+
+def get_manifest(store: Store, key: str) -> bytes:
+    """A manifest, read up to its limit as `get_record` does. Most are short: one range is enough for them."""
+    start = get_record(store, key)
+    if len(start) <= limits.RECORD_BYTES_MAX:
+        return start
+    return start + store.get_range(key, len(start), limits.MANIFEST_BYTES_MAX + 1 - len(start))
+
+
+def with_reread(read: Callable[[], _T]) -> _T:
+    """The result of `read`, which is called once more if what arrived is damaged: the wire may be to blame.
+
+    It is not to blame for an object that is too large, which is read once.
+    """
+    try:
+        return read()
+    except (CorruptError, FormatError) as error:
+        if error.rule is not None and error.rule.endswith(".size"):
+            raise
+        logger.info("reading it again: %s", error)
+        return read()
+
+
+def read_manifest(store: Store, key: str, *, version: int | None = None) -> Manifest:
+    """The manifest under a key, proved by its seal; every error of it names the key."""
+    return with_reread(lambda: parse_manifest(key, get_manifest(store, key), version=version))
+
+
+def is_live(heartbeat: Heartbeat, now_unix_s: float, *, live_s: float = LIVE_S) -> bool:
+    """Whether a heartbeat that `Log.heartbeats` returned is recent. One from the far future is not."""
+    return abs(now_unix_s - heartbeat.unix_s) < live_s
 
 
 class Log:
@@ -18,11 +69,12 @@ class Log:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._reported: set[str] = set()
+        """Heartbeats that were reported as unusable: each is reported once, as they are polled."""
 
     def feed(self) -> FeedRecord | None:
         """The record of the feed; None before its first commit."""
-        data = self._get(keys.FEED)
-        return None if data is None else FeedRecord.from_bytes(data)
+        return self._record(keys.FEED, FeedRecord.from_bytes)
 
     def head(self, *, after: int | None = None) -> Manifest | None:
         """The newest version, or None if there is none after `after`, a version that the caller has seen.
@@ -31,7 +83,7 @@ class Log:
         then the next version is read until there is none, as a listing may lag behind.
         """
         newest = None
-        version = max(self.versions(), default=None) if after is None else after + 1
+        version = self._last_listed() if after is None else after + 1
         while version is not None and (manifest := self._find(keys.version_key(version), version=version)) is not None:
             newest, version = manifest, version + 1
         return newest
@@ -67,46 +119,112 @@ class Log:
         """The skip from `start` to `end`, if there is one."""
         return self._find(keys.skip_key(start, end), version=end)
 
-    def versions(self) -> list[int]:
-        """Every version in the listing."""
-        return self._listed(keys.VERSIONS, keys.parse_version_key)
+    def versions(self, *, after: int | None = None) -> list[int]:
+        """Every version in the listing, or those after a version."""
+        return self._listed(keys.VERSIONS, keys.parse_version_key, None if after is None else keys.version_key(after))
 
     def anchors(self) -> list[int]:
         """Every version that an anchor was added to."""
         return self._listed(keys.ANCHORS, keys.parse_anchor_key)
 
-    def skips(self) -> list[tuple[int, int]]:
-        """Every skip, as the versions that it leads from and to."""
-        pairs = (keys.parse_skip_key(item.key) for item in self.store.list(keys.SKIPS))
+    def skips(self, *, start: int = 0) -> list[tuple[int, int]]:
+        """Every skip from version `start` or a later one, as the versions that it leads from and to."""
+        after = keys.skip_key(start - 1, limits.VERSION_MAX) if start else None
+        pairs = (keys.parse_skip_key(item.key) for item in self.store.list(keys.SKIPS, after=after))
         return [pair for pair in pairs if pair is not None]
 
     def floor(self) -> int:
         """The oldest version that `prune` promises to keep; 0 if it never ran."""
-        data = self._get(keys.FLOOR)
-        return 0 if data is None else FloorRecord.from_bytes(data).version
+        record = self._record(keys.FLOOR, FloorRecord.from_bytes)
+        return 0 if record is None else record.version
 
     def heartbeats(self) -> list[Heartbeat]:
-        """The last heartbeat of every replica that ever wrote one."""
-        listed = [item.key for item in self.store.list(keys.REPLICAS) if keys.parse_replica_key(item.key) is not None]
-        return [_heartbeat(key, data) for key in listed if (data := self._get(key)) is not None]
+        """The last heartbeat of every replica that ever wrote one.
+
+        `unix_s` is when the store got it, by the store's clock: the time in the object is a claim. An object that is
+        no heartbeat of its key is passed over with a warning, because nothing may depend on such a small object.
+        """
+        items = [item for item in self.store.list(keys.REPLICAS) if keys.parse_replica_key(item.key) is not None]
+        beats = each(self._heartbeat, items, waiting=READ_THREADS)
+        return [beat for beat in beats if beat is not None]
+
+    def compare(self, heartbeats: Sequence[Heartbeat]) -> list[bool | None]:
+        """Whether each replica has the bits of the version that it serves; None if that is not known.
+
+        False if it reports another digest, or a version that the feed does not have: the feed was rolled back, or the
+        replica is one of another feed.
+        """
+        manifests: dict[int | None, Manifest | None] = {}
+        for version in sorted({beat.version for beat in heartbeats if beat.version is not None}):
+            with suppress(CorruptError, FormatError):
+                manifests[version] = self._find(keys.version_key(version), version=version)
+
+        def has_digest(beat: Heartbeat) -> bool | None:
+            if beat.version not in manifests:
+                return None
+            manifest, reported = manifests[beat.version], beat.facts.get("digest")
+            if manifest is None:
+                return False
+            return None if reported is None else reported == manifest.digest.hex
+
+        return [has_digest(beat) for beat in heartbeats]
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Write the heartbeat of a replica."""
         self.store.put(keys.replica_key(heartbeat.replica), heartbeat.to_bytes())
 
-    def _listed(self, prefix: str, parse: Callable[[str], int | None]) -> list[int]:
-        versions = (parse(item.key) for item in self.store.list(prefix))
+    def _listed(self, prefix: str, parse: Callable[[str], int | None], after: str | None = None) -> list[int]:
+        versions = (parse(item.key) for item in self.store.list(prefix, after=after))
         return [version for version in versions if version is not None]
 
-    def _get(self, key: str) -> bytes | None:
+    def _last_listed(self) -> int | None:
+        """The newest version in the listing, of which only the end is read.
+
+        Manifests of versions are never deleted, so a long feed has many of them. A version near the end is found by
+        looking at some. If one is missing there, the listing is longer, and the result is the same.
+        """
+        known, end = -1, _PAGE - 1
+        while self._exists(end):
+            known, end = end, 2 * end
+        while end - known > _PAGE:
+            middle = (known + end) // 2
+            known, end = (middle, end) if self._exists(middle) else (known, middle)
+        listed = max(self.versions(after=known) if known >= 0 else self.versions(), default=known)
+        return listed if listed >= 0 else None
+
+    def _exists(self, version: int) -> bool:
         try:
-            return self.store.get(key)
+            self.store.get_range(keys.version_key(version), 0, 1)
+        except NotFoundError:
+            return False
+        return True
+
+    def _heartbeat(self, item: ObjectInfo) -> Heartbeat | None:
+        def parse(data: bytes) -> Heartbeat:
+            beat = Heartbeat.from_bytes(data)
+            if keys.replica_key(beat.replica) != item.key:
+                raise CorruptError(f"it is the heartbeat of {beat.replica!r:.140}", rule="heartbeat.key")
+            return replace(beat, unix_s=int(item.modified_unix_s))
+
+        try:
+            return self._record(item.key, parse)
+        except (CorruptError, FormatError, InvalidInputError) as error:
+            if item.key not in self._reported:
+                self._reported.add(item.key)
+                logger.warning("ignoring the heartbeat %s: %s", item.key, error)
+            return None
+
+    def _record(self, key: str, parse: Callable[[bytes], _T]) -> _T | None:
+        try:
+            return with_reread(lambda: parse(get_record(self.store, key)))
         except NotFoundError:
             return None
 
     def _find(self, key: str, *, version: int) -> Manifest | None:
-        data = self._get(key)
-        return None if data is None else parse_manifest(key, data, version=version)
+        try:
+            return read_manifest(self.store, key, version=version)
+        except NotFoundError:
+            return None
 
 
 def parse_manifest(key: str, data: bytes, *, version: int | None = None) -> Manifest:
@@ -119,13 +237,6 @@ def parse_manifest(key: str, data: bytes, *, version: int | None = None) -> Mani
         message = f"{key} holds a manifest of another key: of a {manifest.kind} to version {manifest.version}"
         raise CorruptError(message, rule="manifest.key", key=key, version=version)
     return manifest
-
-
-def _heartbeat(key: str, data: bytes) -> Heartbeat:
-    try:
-        return Heartbeat.from_bytes(data)
-    except DeltasyncError as error:
-        raise error.at(key) from error
 
 
 def manifest_key(manifest: Manifest) -> str:

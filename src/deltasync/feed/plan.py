@@ -118,7 +118,7 @@ def collect(
     digests = {edge.end: edge.manifest.digest for edge in edges}
     oldest = min((edge.end for edge in edges), default=0)
     lowest = oldest - 1 if start is None else min(start, oldest - 1)
-    wanted = [(a, b) for a, b in log.skips() if lowest <= a and b <= target.version]
+    wanted = [(a, b) for a, b in log.skips(start=max(0, lowest)) if b <= target.version]
     for skip in each(lambda pair: _readable(log.skip, *pair), wanted, waiting=READ_THREADS):
         if skip is not None and (edge := Edge(manifest_key(skip), skip)).key not in avoid:
             if digests.get(skip.version, skip.digest) == skip.digest:

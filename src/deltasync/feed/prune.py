@@ -4,25 +4,27 @@ The manifests of versions are always kept. They are small, and they are the fenc
 must find that its next version exists, however old it is.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltasync.errors import CorruptError, InvalidInputError, NotFoundError
-from deltasync.feed.log import Log
+from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, NotFoundError
+from deltasync.feed.log import READ_THREADS, Log, is_live, read_manifest
 from deltasync.feed.plan import Edge
-from deltasync.feed.survey import Survey, is_given_up, reachable, survey
+from deltasync.feed.survey import ORPHAN_S, Survey, is_given_up, manifest_keys, reachable, survey
+from deltasync.feed.writer import probe_clock
 from deltasync.format import keys
 from deltasync.format.sealed import FloorRecord, Heartbeat
+from deltasync.parallel import each
 from deltasync.store import Feed, opened
 from deltasync.store.protocol import Store
 
-LIVE_S = 900
-"""A replica whose heartbeat is older counts as gone."""
+logger = logging.getLogger(__name__)
 
-ORPHAN_S = 86_400
-"""A payload that no manifest names may belong to a commit in progress; an older one is left from a dead writer."""
+LOOK_S = 60
+"""An orphan is deleted within this time after the listing that shows its age. Otherwise it is listed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,13 @@ class Pruning:
     orphans: int
     held_by: tuple[str, ...]
     """Live replicas that are behind `floor`: the deltas that they need are kept."""
-    orphans_before_unix_s: float = field(default=0.0, compare=False)
-    """Orphans that were put since then are kept: a publisher has resumed and may commit them."""
+    versions: tuple[int, ...] = ()
+    """The versions that can be restored now, and no longer afterwards."""
+    young_orphans: int = 0
+    """Payloads that no manifest names, and that stay because they were put within a day."""
+    young_orphan_bytes: int = 0
+    manifests: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """The keys of all manifests that were read: what a later one names is no orphan."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -45,6 +52,9 @@ class Pruning:
             "payload_bytes": self.payload_bytes,
             "orphans": self.orphans,
             "held_by": list(self.held_by),
+            "versions": list(self.versions),
+            "young_orphans": self.young_orphans,
+            "young_orphan_bytes": self.young_orphan_bytes,
         }
 
 
@@ -58,39 +68,79 @@ def plan_prune(feed: Feed, *, keep_anchors: int, keep_versions: int, clock: Call
             f"keep_anchors and keep_versions must be at least 1, not {keep_anchors} and {keep_versions}"
         )
     with opened(feed) as store:
+        # Read before everything else: a payload that is put and committed while this process sleeps is young.
+        started_unix_s = clock()
         log = Log(store)
         contents = survey(log)
         _require_readable(contents)
         floor = _floor(contents, keep_anchors=keep_anchors, keep_versions=keep_versions)
-        live = [beat for beat in log.heartbeats() if beat.unix_s > clock() - LIVE_S]
+        live = [beat for beat in log.heartbeats() if is_live(beat, clock())]
     behind = [beat for beat in live if beat.version is not None and beat.version < floor]
-    return _pruning(contents, floor, behind, orphans_before_unix_s=clock() - ORPHAN_S)
+    return _pruning(contents, floor, behind, orphans_before_unix_s=started_unix_s - ORPHAN_S)
 
 
-def prune(feed: Feed, pruning: Pruning) -> None:
+def prune(feed: Feed, pruning: Pruning, *, clock: Callable[[], float] = time.time) -> tuple[str, ...]:
     """Delete what `plan_prune` chose. A publisher may run at the same time; repeat it after an interruption.
 
     The floor is raised first, so that readers can explain what is missing. Manifests are deleted before their payloads,
-    so that no manifest names a payload that was deleted.
+    so that no manifest names a payload that was deleted. Returns the orphans that stay: those that were put within a
+    day by the store's own clock, and those that a manifest names by now.
     """
+    first_orphan = len(pruning.keys) - pruning.orphans
+    orphans, kept = pruning.keys[first_orphan:], []
     with opened(feed) as store:
-        if pruning.floor > Log(store).floor():
+        log = Log(store)
+        before_unix_s = probe_clock(store) - ORPHAN_S if orphans else 0.0
+        named = _named_since(log, pruning.manifests) if orphans else set()
+        if pruning.floor > log.floor():
             store.put(keys.FLOOR, FloorRecord(pruning.floor).to_bytes())
-        first_orphan = len(pruning.keys) - pruning.orphans
-        for i, key in enumerate(pruning.keys):
-            if i < first_orphan or not _is_put_again(store, key, pruning.orphans_before_unix_s):
+        for key in pruning.keys[:first_orphan]:
+            store.delete(key)
+        for key in orphans:
+            if key not in named and _is_older(store, key, before_unix_s, clock):
                 store.delete(key)
+            else:
+                logger.info("%s stays: a publisher has put it again, or has committed it", key)
+                kept.append(key)
+    return tuple(kept)
 
 
-def _is_put_again(store: Store, key: str, since_unix_s: float) -> bool:
-    """Whether an orphan was put again since it was listed: the next commit may name it."""
-    return any(item.key == key and item.modified_unix_s >= since_unix_s for item in store.list(key))
+def _named_since(log: Log, known: Collection[str]) -> set[str]:
+    """The keys of the payloads that manifests name which were committed after those in `known` were read."""
+
+    def payload_keys(key: str) -> set[str]:
+        try:
+            manifest = read_manifest(log.store, key)
+        except NotFoundError:
+            return set()
+        except (CorruptError, FormatError) as error:
+            raise _unreadable(key, error) from error
+        return {keys.payload_key(ref.sha256) for ref in manifest.refs}
+
+    added = [key for key in manifest_keys(log) if key not in known]
+    return set().union(*each(payload_keys, added, waiting=READ_THREADS))
+
+
+def _is_older(store: Store, key: str, before_unix_s: float, clock: Callable[[], float]) -> bool:
+    """Whether an orphan was last put before that time, by a listing from a moment ago."""
+    while True:
+        looked_unix_s = clock()
+        is_older = any(item.key == key and item.modified_unix_s < before_unix_s for item in store.list(key))
+        # This process may have slept since: a publisher that was restarted may have put and committed it.
+        if not is_older or abs(clock() - looked_unix_s) <= LOOK_S:
+            return is_older
 
 
 def _require_readable(contents: Survey) -> None:
-    missing = {keys.version_key(v): NotFoundError(f"version {v} is missing") for v in contents.missing()}
-    for key, error in {**contents.damaged, **missing}.items():
-        raise _damaged(f"{key} cannot be read, so it is not known which payloads it needs: {error.message}", key)
+    errors: dict[str, DeltasyncError] = dict(contents.damaged)
+    for gap in contents.gaps():
+        errors.setdefault(keys.version_key(gap[0]), NotFoundError(f"version {gap[0]} is missing"))
+    for key, error in errors.items():
+        raise _unreadable(key, error)
+
+
+def _unreadable(key: str, error: DeltasyncError) -> CorruptError:
+    return _damaged(f"{key} cannot be read, so it is not known which payloads it needs: {error.message}", key)
 
 
 def _damaged(message: str, key: str) -> CorruptError:
@@ -103,13 +153,14 @@ def _floor(contents: Survey, *, keep_anchors: int, keep_versions: int) -> int:
 
     Only the objects in the store decide. The record of an earlier floor does not: it only explains what is missing.
     """
-    if contents.head is None:
+    head = contents.head
+    if head is None:
         return 0
     starts = sorted({edge.end for edge in contents.edges() if edge.start is None and contents.holds(edge)})
     fitting = [
         version
         for i, version in enumerate(starts)
-        if len(starts) - i >= keep_anchors and version <= max(0, contents.head - keep_versions + 1)
+        if len(starts) - i >= keep_anchors and version <= max(0, head - keep_versions + 1)
     ]
     return max(fitting, default=0)
 
@@ -125,11 +176,10 @@ def _pruning(contents: Survey, floor: int, behind: Collection[Heartbeat], *, orp
     # Files beside the weights are few and shared by all versions: they are kept.
     needed = {ref.sha256 for edge in kept for ref in edge.manifest.refs} | _files(gone)
     named = {ref.sha256 for edge in gone for ref in edge.manifest.refs}
-    orphans = {
-        sha256
-        for sha256, item in contents.payloads.items()
-        if sha256 not in named | needed and item.modified_unix_s < orphans_before_unix_s
-    }
+    known = named | needed
+    unnamed = [(sha256, item) for sha256, item in contents.payloads.items() if sha256 not in known]
+    orphans = {sha256 for sha256, item in unnamed if item.modified_unix_s < orphans_before_unix_s}
+    young = [item for sha256, item in unnamed if sha256 not in orphans]
     deleted = [*sorted((named - needed) & contents.payloads.keys()), *sorted(orphans)]
     manifests = [edge.key for edge in gone if keys.parse_version_key(edge.key) is None]
     return Pruning(
@@ -138,7 +188,10 @@ def _pruning(contents: Survey, floor: int, behind: Collection[Heartbeat], *, orp
         payload_bytes=sum(contents.payloads[sha256].nbytes for sha256 in deleted),
         orphans=len(orphans),
         held_by=tuple(sorted(beat.replica for beat in behind)),
-        orphans_before_unix_s=orphans_before_unix_s,
+        versions=tuple(sorted(lost)),
+        young_orphans=len(young),
+        young_orphan_bytes=sum(item.nbytes for item in young),
+        manifests=frozenset(edge.key for edge in contents.edges()),
     )
 
 

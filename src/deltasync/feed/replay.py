@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,17 @@ from typing import TypeVar
 import numpy as np
 
 from deltasync import blocks
+from deltasync.arguments import local_path, optional_path, optional_version
 from deltasync.checkpoint import open_checkpoint, write_checkpoint
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, MismatchError, NotFoundError
+from deltasync.feed.base import locate_base
 from deltasync.feed.fetch import fetch_files, fetch_payloads
-from deltasync.feed.log import Log, manifest_key
+from deltasync.feed.log import READ_THREADS, Log, manifest_key, with_reread
 from deltasync.feed.plan import Edge, Plan, plan
 from deltasync.format import keys, limits
+from deltasync.format.companions import has_config
 from deltasync.format.layout import Layout
-from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
+from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.payload import Payload
 from deltasync.format.weights import Changes, Runs, Weights
 from deltasync.parallel import Progress, counting, each
@@ -27,6 +30,10 @@ from deltasync.store import Feed, opened
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+_NO_CONFIG = "version %d of %s has no config.json beside its weights: engines cannot load the folder without one"
+
+_DAMAGE = (CorruptError, FormatError, NotFoundError)
 
 
 # One edge
@@ -113,10 +120,14 @@ def open_start(log: Log, plan: Plan, *, base: Path | None = None) -> Start:
             return Start(weights.layout, weights)
         ref = edge.manifest.payloads[0]
         key = keys.payload_key(ref.sha256)
-        payload = Payload.open(lambda offset, length: log.store.get_range(key, offset, length), ref.nbytes)
-        if payload.header.layout.sha256 != edge.manifest.layout_sha256:
-            raise CorruptError(f"{key} has another layout than its manifest", rule="manifest.layout", key=key)
-        return Start(payload.header.layout)
+
+        def read_layout() -> Layout:
+            payload = Payload.open(lambda offset, length: log.store.get_range(key, offset, length), ref.nbytes)
+            if payload.header.layout.sha256 != edge.manifest.layout_sha256:
+                raise CorruptError(f"{key} has another layout than its manifest", rule="manifest.layout", key=key)
+            return payload.header.layout
+
+        return Start(with_reread(read_layout))
 
 
 def open_base(edge: Edge, *, at: Path | None = None) -> Weights:
@@ -127,7 +138,7 @@ def open_base(edge: Edge, *, at: Path | None = None) -> Weights:
     manifest = edge.manifest
     if manifest.base is None:
         raise InvalidInputError(f"version {manifest.version} is not a base")
-    checkpoint = open_checkpoint(_located(manifest.base) if at is None else at)
+    checkpoint = open_checkpoint(locate_base(manifest) if at is None else at)
     if checkpoint.weights.layout.sha256 != manifest.layout_sha256:
         raise MismatchError(
             f"{checkpoint.path} has other tensors than the base of version {manifest.version}",
@@ -145,25 +156,6 @@ def open_base(edge: Edge, *, at: Path | None = None) -> Weights:
             hint="pass the checkpoint, at the same revision, that the feed started with",
         ) from error
     return checkpoint.weights
-
-
-def _located(base: BaseRef) -> Path:
-    # Path.exists raises for a name that no file can have.
-    if os.path.exists(base.checkpoint):
-        return Path(base.checkpoint)
-    name = f"{base.checkpoint!r:.200}" + ("" if base.revision is None else f" at revision {base.revision!r:.80}")
-    hint = "pass a local copy of it: `--base DIR`"
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError
-    except ImportError as error:
-        hint += ", or install deltasync[hf] to download it from the Hub"
-        raise NotFoundError(f"the base {name} is not a local folder", hint=hint) from error
-    try:
-        return Path(snapshot_download(base.checkpoint, revision=base.revision))
-    except (OSError, ValueError, HFValidationError) as error:
-        # The client raises OSErrors for network failures, missing permissions and missing repositories alike.
-        raise NotFoundError(f"the base {name} is not available: {error!s:.300}", hint=hint) from error
 
 
 def zeros(layout: Layout) -> Weights:
@@ -214,6 +206,7 @@ def with_fallback(
     """
     avoid: set[str] = set()
     first: DeltasyncError | None = None
+    blocked: BlockedError | None = None
     while True:
         held = start()
         step = Edge(manifest_key(target), target)
@@ -225,10 +218,13 @@ def with_fallback(
                 chosen = plan(log, target, start=held, avoid=avoid)
         except NotFoundError as error:
             raise _explained(log, target, error if first is None else first) from None
+        if blocked is not None:
+            # Not before there is another plan: without one, the error that is raised says the same.
+            logger.warning("cannot use %s, trying another plan: %s", blocked.edge.key, blocked.cause)
         try:
             return attempt(chosen)
-        except BlockedError as blocked:
-            logger.warning("cannot use %s, trying another plan: %s", blocked.edge.key, blocked.cause)
+        except BlockedError as error:
+            blocked = error
             on_blocked(blocked)
             avoid.add(blocked.edge.key)
             first = blocked.cause if first is None else first
@@ -277,6 +273,47 @@ def load(log: Log, target: Manifest, *, base: Path | None = None, progress: Prog
     return with_fallback(log, target, attempt)
 
 
+# Files beside the weights
+
+
+def find_files(log: Log, target: Manifest, *, trust_code: bool = False) -> dict[str, bytes]:
+    """The files beside the weights of a version.
+
+    If they are damaged or missing, those of the nearest version that has others are used, with a warning; the error if
+    there are none.
+    """
+    try:
+        return fetch_files(log.store, target, trust_code=trust_code)
+    except _DAMAGE as error:
+        damage = error
+    tried = {target.files}
+    nearest = sorted(log.versions(), key=lambda version: (abs(version - target.version), version))
+    for manifest in each(partial(_readable, log), nearest, waiting=READ_THREADS):
+        if manifest is None or manifest.files is None or manifest.files in tried:
+            continue
+        tried.add(manifest.files)
+        with suppress(*_DAMAGE):
+            files = fetch_files(log.store, manifest, trust_code=trust_code)
+            logger.warning(
+                "the files beside the weights of version %d cannot be read, those of version %d are used: %s",
+                target.version,
+                manifest.version,
+                damage,
+            )
+            return files
+    damage.hint = (
+        "without these files (`files=False`, `--no-files`) the weights can be restored; publish again to repair"
+    )
+    raise damage
+
+
+def _readable(log: Log, version: int) -> Manifest | None:
+    try:
+        return log.read(version)
+    except _DAMAGE:
+        return None
+
+
 def plan_restore(feed: Feed, *, version: int | None = None) -> tuple[Manifest, Plan]:
     """The manifest of a version (the newest by default), and the plan by which it would be restored."""
     with opened(feed) as store:
@@ -290,23 +327,33 @@ def restore(
     out: str | os.PathLike[str],
     *,
     version: int | None = None,
-    base: Path | None = None,
+    base: str | os.PathLike[str] | None = None,
+    files: bool = True,
+    trust_code: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
     """Write the checkpoint of a version (the newest by default) to the folder `out`, whole or not at all.
 
     `base` is a local copy of the checkpoint that the feed started with, if the one that the feed names is not
     available. If a payload is damaged or missing, another plan is tried. The digest is checked before `out` appears.
+    `files`: also write the files beside the weights; if those of the version cannot be read, those of the nearest
+    version with others are used, with a warning. Without, only the weights are written.
+    `trust_code`: also write files of the feed that can run code when the folder is loaded, such as `modeling.py`.
     """
+    local_path("out", out)
+    base_path, version = optional_path("base", base), optional_version(version)
     with opened(feed) as store:
         log = Log(store)
         target = log.require_head() if version is None else log.read(version)
+        beside = find_files(log, target, trust_code=trust_code) if files else {}
+        if files and not has_config(beside):
+            logger.warning(_NO_CONFIG, target.version, store.url)
 
         def attempt(plan: Plan) -> None:
-            start = open_start(log, plan, base=base)
+            start = open_start(log, plan, base=base_path)
             write_checkpoint(
                 start.layout,
-                fetch_files(store, target),
+                beside,
                 out,
                 lambda weights: replay(log, plan, weights, base=start.base, progress=progress),
             )

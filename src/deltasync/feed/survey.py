@@ -2,16 +2,21 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
-from deltasync.feed.log import READ_THREADS, Log, parse_manifest
+from deltasync.feed.log import READ_THREADS, Log, read_manifest
 from deltasync.feed.plan import Edge
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
 from deltasync.parallel import each
 from deltasync.store.protocol import ObjectInfo
 
-_GAP_MOST = 1000
+ORPHAN_S = 86_400
+"""A payload that no manifest names may belong to a commit in progress; an older one is left from a dead writer."""
+
+_MISSING_MAX = 1000
+"""How many missing versions are counted: one stray key can make a gap of any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +36,16 @@ class Survey:
         return max(self._listed, default=None)
 
     def all_versions(self) -> set[int]:
-        """The versions up to the head, with or without a manifest; of a long gap only the start."""
-        return {*self._listed, *self.missing()}
+        """The versions up to the head, with or without a manifest; of those without, the first thousand."""
+        missing = (version for gap in self.gaps() for version in gap)
+        return {*self._listed, *islice(missing, _MISSING_MAX)}
 
-    def missing(self) -> Iterator[int]:
-        """Versions below the head without a manifest. At most a thousand of a gap: a wrong key can make it huge."""
+    def gaps(self) -> Iterator[range]:
+        """Versions below the head without a manifest, as ranges."""
         expected = 0
         for version in sorted(self._listed):
-            yield from range(expected, min(version, expected + _GAP_MOST))
+            if version > expected:
+                yield range(expected, version)
             expected = version + 1
 
     @property
@@ -61,6 +68,12 @@ class Survey:
             yield Edge(keys.skip_key(start, end), manifest)
 
 
+def manifest_keys(log: Log) -> list[str]:
+    """The keys of all manifests in the listing."""
+    prefixes = (keys.VERSIONS, keys.ANCHORS, keys.SKIPS)
+    return [item.key for prefix in prefixes for item in log.store.list(prefix) if _is_manifest(item.key)]
+
+
 def survey(log: Log) -> Survey:
     """Read a feed.
 
@@ -73,20 +86,14 @@ def survey(log: Log) -> Survey:
 
     def read(key: str) -> tuple[str, Manifest | DeltasyncError | None]:
         try:
-            return key, parse_manifest(key, log.store.get(key))
+            return key, read_manifest(log.store, key)
         except NotFoundError:
             # `prune` has deleted it since the listing.
             return key, None
         except (CorruptError, FormatError) as error:
             return key, error
 
-    listed = [
-        item.key
-        for prefix in (keys.VERSIONS, keys.ANCHORS, keys.SKIPS)
-        for item in log.store.list(prefix)
-        if _is_manifest(item.key)
-    ]
-    for key, outcome in each(read, listed, waiting=READ_THREADS):
+    for key, outcome in each(read, manifest_keys(log), waiting=READ_THREADS):
         if isinstance(outcome, DeltasyncError):
             damaged[key] = outcome
         elif outcome is not None:

@@ -1,23 +1,29 @@
 """Check every version of a feed: which objects are damaged, and which versions are lost with them."""
 
+import os
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from deltasync.arguments import optional_path
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
 from deltasync.feed.fetch import fetch_files, fetch_payloads
 from deltasync.feed.log import Log, require_follows
 from deltasync.feed.plan import Edge
 from deltasync.feed.replay import apply_edge, decode_edge, open_base, require_digest, zeros
-from deltasync.feed.survey import Survey, is_given_up, reachable, survey, without_pruned
+from deltasync.feed.survey import ORPHAN_S, Survey, is_given_up, reachable, survey, without_pruned
 from deltasync.format import keys
 from deltasync.format.manifest import PayloadRef
 from deltasync.format.payload import Payload
 from deltasync.format.weights import Weights
 from deltasync.parallel import Progress, counting
 from deltasync.store import Feed, opened
+
+_SURVEYS = 3
+"""How often a feed is read if its floor is above its head: both may rise at the same time."""
 
 _DAMAGE = (CorruptError, FormatError, MismatchError, NotFoundError)
 
@@ -132,7 +138,7 @@ class DeepCheck:
                 by_ref.setdefault(edge.manifest.files, []).append(edge)
         for edges in by_ref.values():
             try:
-                fetch_files(self._log.store, edges[0].manifest)
+                fetch_files(self._log.store, edges[0].manifest, trust_code=True)
             except _DAMAGE as error:
                 self.damaged.update((edge.key, error) for edge in edges)
 
@@ -178,10 +184,13 @@ class Verification:
     unchecked: tuple[str, ...]
     orphans: int
     orphan_bytes: int
+    young_orphans: int = 0
+    """Those of the orphans that were put within a day, which `prune` leaves alone."""
 
     @property
     def is_clean(self) -> bool:
-        return not self.damages and not self.lost
+        """Whether nothing is damaged or lost. A feed with versions of which none can be restored is not clean."""
+        return not self.damages and not self.lost and (self.head is None or bool(self.restorable))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -195,6 +204,7 @@ class Verification:
             "unchecked": list(self.unchecked),
             "orphans": self.orphans,
             "orphan_bytes": self.orphan_bytes,
+            "young_orphans": self.young_orphans,
         }
 
 
@@ -202,7 +212,7 @@ def verify(
     feed: Feed,
     *,
     deep: bool = False,
-    base: Path | None = None,
+    base: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Check all manifests and payloads of a feed. Damage is reported, not raised; StoreError if the store fails.
@@ -212,28 +222,58 @@ def verify(
     checkpoint that the feed started with.
     """
     with opened(feed) as store:
+        started_unix_s = time.time()
         log = Log(store)
-        contents = survey(log)
+        contents = _survey(log)
         damages = [Damage(key, error) for key, error in contents.damaged.items()]
         damages += _broken_links(contents)
         damages += _missing_payloads(contents)
         unchecked: list[str] = []
         if deep:
             bad = {damage.key for damage in damages}
-            check = DeepCheck(log, contents, bad, base=base, progress=progress)
+            check = DeepCheck(log, contents, bad, base=optional_path("base", base), progress=progress)
             check.run()
             contents = without_pruned(log, contents)
+            if contents.head is None or log.head(after=contents.head) is None:
+                # Otherwise the feed has gone on meanwhile, and a floor above the head that was read is no damage.
+                contents = _checked_floor(contents)
             gone = [edge for edge in contents.edges() if not contents.holds(edge)]
             given_up = {edge.key for edge in gone if is_given_up(edge, contents.floor)}
             damages += [Damage(key, error) for key, error in check.damaged.items() if key not in given_up]
             unchecked = check.unchecked
-        return _report(contents, damages, unchecked, deep=deep)
+        return _report(contents, damages, unchecked, deep=deep, young_after_unix_s=started_unix_s - ORPHAN_S)
+
+
+def _survey(log: Log) -> Survey:
+    """The survey of a feed whose floor is not above its head: that floor would pass off every version as pruned."""
+    contents = survey(log)
+    for _ in range(_SURVEYS - 1):
+        if contents.head is None or contents.floor <= contents.head:
+            break
+        # New versions may have been committed, and old ones pruned, while the manifests were read.
+        contents = survey(log)
+    return _checked_floor(contents)
+
+
+def _checked_floor(contents: Survey) -> Survey:
+    """The survey with a floor that is above the head as damage, and with nothing pruned by it."""
+    head, floor = contents.head, contents.floor
+    if head is None or floor <= head:
+        return contents
+    error = CorruptError(
+        f"{keys.FLOOR} promises versions from {floor} on, but version {head} is the newest",
+        rule="floor.version",
+        key=keys.FLOOR,
+        hint="if the feed was rolled back, delete this object: the next `deltasync prune` writes it again",
+    )
+    return replace(contents, floor=0, damaged={**contents.damaged, keys.FLOOR: error})
 
 
 def _broken_links(contents: Survey) -> Iterator[Damage]:
-    for version in contents.missing():
-        key = keys.version_key(version)
-        yield Damage(key, NotFoundError(f"version {version} is missing", rule="chain.gap", version=version, key=key))
+    for gap in contents.gaps():
+        key = keys.version_key(gap[0])
+        missing = f"version {gap[0]} is missing" if len(gap) == 1 else f"versions {gap[0]} to {gap[-1]} are missing"
+        yield Damage(key, NotFoundError(missing, rule="chain.gap", version=gap[0], key=key))
     for version, manifest in contents.versions.items():
         before = contents.versions.get(version - 1)
         if before is not None:
@@ -267,7 +307,9 @@ def _missing_payloads(contents: Survey) -> Iterator[Damage]:
             yield Damage(edge.key, error)
 
 
-def _report(contents: Survey, damages: list[Damage], unchecked: list[str], *, deep: bool) -> Verification:
+def _report(
+    contents: Survey, damages: list[Damage], unchecked: list[str], *, deep: bool, young_after_unix_s: float
+) -> Verification:
     bad = {damage.key for damage in damages}
     edges = list(contents.edges())
     every = contents.all_versions()
@@ -276,6 +318,7 @@ def _report(contents: Survey, damages: list[Damage], unchecked: list[str], *, de
     pruned = {v for v in gone if v < contents.floor}
     # Edges that were pruned on purpose could not be used before the damage either.
     standing = [edge for edge in edges if edge.key in bad or contents.holds(edge)]
+    taken = _taken(standing, bad, gone - pruned, every)
     named = {ref.sha256 for edge in edges for ref in edge.manifest.refs}
     orphans = [item for sha256, item in contents.payloads.items() if sha256 not in named]
     return Verification(
@@ -284,18 +327,46 @@ def _report(contents: Survey, damages: list[Damage], unchecked: list[str], *, de
         restorable=tuple(sorted(good)),
         lost=tuple(sorted(gone - pruned)),
         pruned=tuple(sorted(pruned)),
-        damages=tuple(replace(d, takes=_taken(standing, d.key, gone - pruned, every)) for d in damages),
+        damages=tuple(replace(d, takes=taken[d.key]) for d in damages),
         unchecked=tuple(unchecked),
         orphans=len(orphans),
         orphan_bytes=sum(item.nbytes for item in orphans),
+        young_orphans=sum(item.modified_unix_s >= young_after_unix_s for item in orphans),
     )
 
 
-def _taken(edges: list[Edge], key: str, lost: set[int], every: set[int]) -> tuple[int, ...]:
-    """The lost versions that this damage alone would cost."""
-    version = keys.parse_version_key(key)
-    without = every - reachable(edge for edge in edges if edge.key != key)
-    if version is not None:
+def _taken(edges: list[Edge], bad: Collection[str], lost: set[int], every: set[int]) -> dict[str, tuple[int, ...]]:
+    """The lost versions that each damage alone would cost, by the key that it is about."""
+    always = (every - reachable(edges)) & lost
+    # One tuple for all damages that cost no more than this: there can be thousands of both.
+    always_sorted = tuple(sorted(always))
+    needed = _needed(edges, bad, lost)
+    taken: dict[str, tuple[int, ...]] = {}
+    for key in bad:
+        without = always
+        if key in needed:
+            without = (every - reachable(edge for edge in edges if edge.key != key)) & lost
+        version = keys.parse_version_key(key)
         # An unreadable manifest is not among the edges: its version is lost too.
-        without |= {version} & lost
-    return tuple(sorted(without & lost))
+        if version is not None and version in lost and version not in without:
+            without = without | {version}
+        taken[key] = always_sorted if without is always else tuple(sorted(without))
+    return taken
+
+
+def _needed(edges: list[Edge], bad: Collection[str], lost: Collection[int]) -> set[str]:
+    """Damaged edges without which a lost version may be out of reach. Any number of others costs no time.
+
+    Each version is reached by one edge, an undamaged one where there is one; the paths to the lost versions count.
+    """
+    reached: dict[int | None, Edge | None] = {None: None}
+    for edge in sorted(edges, key=lambda edge: (edge.end, edge.key in bad)):
+        if edge.start in reached:
+            reached.setdefault(edge.end, edge)
+    needed: set[str] = set()
+    for version in lost:
+        step = reached.get(version)
+        while step is not None and step.key not in needed:
+            needed.add(step.key)
+            step = reached[step.start]
+    return needed & set(bad)

@@ -5,51 +5,112 @@ and does not stop two writers that race within one round trip.
 """
 
 import logging
+import os
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
-from deltasync.errors import ConflictError, NotFoundError, StoreError
-from deltasync.feed.log import Log, manifest_key, parse_manifest
+from deltasync.errors import ConflictError, InvalidInputError, NotFoundError, StoreError
+from deltasync.feed.log import Log, get_manifest, get_record, manifest_key, parse_manifest, with_reread
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.sealed import FeedRecord, LeaseRecord
+from deltasync.store import file_path
 from deltasync.store.protocol import Data, Store
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 _TRIES = 3
 
+_FOLDER_NAMES = frozenset({
+    keys.FLOOR, keys.LEASE, "lost+found",
+    *(prefix.rstrip("/") for prefix in (
+        keys.VERSIONS, keys.ANCHORS, keys.SKIPS, keys.PAYLOADS, keys.REPLICAS, keys.PROBES
+    )),
+})  # fmt: skip
+"""What may be in the folder of a new feed: the root of a file system, and what was left by an attempt that failed."""
 
-def probe_fencing(store: Store) -> bool:
-    """Whether `create` refuses a key that is taken, and leaves the object as it was. Writes and deletes one object.
 
-    The bytes that are stored decide, so that a lost response does not make a good store look bad.
-    """
-    if not store.capabilities.create_if_absent:
-        return False
-    key = keys.probe_key(secrets.token_hex(16))
+@contextmanager
+def _probe_key(store: Store, key: str | None = None) -> Iterator[str]:
+    """A key that no other process knows, or the given one. Its object is deleted at the end of the block."""
+    key = keys.probe_key(secrets.token_hex(16)) if key is None else key
     try:
-        # No other process knows the key: if it exists, a retry of this call has created it.
-        _create(store, key, b"first")
-        refused = not _create(store, key, b"second")
-        return refused and store.get(key) == b"first"
+        yield key
     finally:
         # An object that is left behind is harmless, and this error must not hide the result.
         with suppress(StoreError):
             store.delete(key)
 
 
-def _create(store: Store, key: str, data: Data) -> bool:
-    """Create an object; retry while the store does not answer, because that says nothing about fencing."""
+def probe_fencing(store: Store, *, key: str | None = None) -> bool:
+    """Whether `create` refuses a key that is taken, and leaves the object as it was. Writes and deletes one object.
+
+    `key` is one that nothing else uses; by default a random one. The bytes that are stored decide, so that a lost
+    response does not make a good store look bad.
+    """
+    if not store.capabilities.create_if_absent:
+        return False
+    with _probe_key(store, key) as key:
+        # If it exists, a retry of this call has created it.
+        _retried(lambda: store.create(key, b"first"))
+        refused = not _retried(lambda: store.create(key, b"second"))
+        return refused and _read_back(store, key, b"first", b"second") == b"first"
+
+
+def probe_put(store: Store) -> None:
+    """StoreError unless the store has what was just put into it. Writes and deletes one object."""
+    with _probe_key(store) as key:
+        _retried(lambda: store.put(key, b"put"))
+        try:
+            stored = _read_back(store, key, b"put")
+        except NotFoundError:
+            stored = b""
+    if stored != b"put":
+        raise not_kept(store, "an object that was just put")
+
+
+def _read_back(store: Store, key: str, *written: bytes) -> bytes:
+    """What a probe holds. Bytes that were never written may have been damaged on the way, and are read again."""
+    for _ in range(_TRIES - 1):
+        stored = _retried(lambda: get_record(store, key))
+        if stored in written:
+            return stored
+    return _retried(lambda: get_record(store, key))
+
+
+def probe_clock(store: Store) -> float:
+    """The time by the store's clock, in the seconds of a listing. Writes and deletes one object."""
+    with _probe_key(store) as key:
+        _retried(lambda: store.put(key, b"clock"))
+        listed = _retried(lambda: [item.modified_unix_s for item in store.list(key) if item.key == key])
+    if not listed:
+        raise not_kept(store, "an object that was just put")
+    return listed[0]
+
+
+def not_kept(store: Store, what: str) -> StoreError:
+    """The error of a store that reports a put as done, and does not have the object."""
+    return StoreError(
+        f"{store.url} does not have {what}, although it reported no error",
+        transient=False,
+        hint="check its quota and the gateway in front of it; `deltasync.testing.StoreConformance` tests a store",
+    )
+
+
+def _retried(act: Callable[[], _T]) -> _T:
+    """The result of an operation of a probe, retried if the store does not answer: that says nothing about it."""
     for _ in range(_TRIES - 1):
         try:
-            return store.create(key, data)
+            return act()
         except StoreError as error:
             if not error.transient:
                 raise
-    return store.create(key, data)
+    return act()
 
 
 LEASE_S = 120
@@ -76,9 +137,8 @@ class Lease:
                 hint="this store cannot fence writers: stop the other one, or wait until its lease expires",
             )
         if held is None or held.writer != self._writer or held.expires_unix_s - now < LEASE_S / 2:
-            record = LeaseRecord(self._writer, int(now) + LEASE_S)
-            self._store.put(keys.LEASE, record.to_bytes())
-            self._require_held(record)
+            self._store.put(keys.LEASE, LeaseRecord(self._writer, int(now) + LEASE_S).to_bytes())
+            self._require_held()
 
     def release(self) -> None:
         """Let the next writer in at once."""
@@ -86,8 +146,10 @@ class Lease:
         if held is not None and held.writer == self._writer:
             self._store.delete(keys.LEASE)
 
-    def _require_held(self, record: LeaseRecord) -> None:
-        if self._read() != record:
+    def _require_held(self) -> None:
+        # Another thread of this writer, which adds an anchor, may have renewed it in the meantime.
+        held = self._read()
+        if held is None or held.writer != self._writer:
             raise ConflictError(
                 f"another writer took the lease of {self._store.url} at the same time",
                 key=keys.LEASE,
@@ -96,7 +158,7 @@ class Lease:
 
     def _read(self) -> LeaseRecord | None:
         try:
-            return LeaseRecord.from_bytes(self._store.get(keys.LEASE))
+            return with_reread(lambda: LeaseRecord.from_bytes(get_record(self._store, keys.LEASE)))
         except NotFoundError:
             return None
 
@@ -104,30 +166,57 @@ class Lease:
 class Writer:
     """The only writer of a feed. Its random `id` distinguishes its commits from those of other writers."""
 
-    def __init__(self, store: Store, *, require_fencing: bool = False) -> None:
+    def __init__(self, store: Store, *, require_fencing: bool = False, clock: Callable[[], float] = time.time) -> None:
         self.id = secrets.token_hex(8)
         self.store = store
         self.log = Log(store)
+        self.clock = clock
         self._require_fencing = require_fencing
         self._lease: Lease | None = None
+        self._files: tuple[Data, float] | None = None
+        """The files beside the weights that no manifest may name yet, and when they were put."""
 
     def open(self) -> Manifest | None:
-        """Check that the store can fence writers, create the feed if it is new, and return its head.
+        """Check that the store keeps objects and can fence writers, create the feed if it is new, return its head.
 
         A store that only claims to fence is used by one writer under a lease, with a warning; with `require_fencing`
         it is refused. ConflictError if another writer holds the lease.
         """
+        self._require_own_folder()
+        probe_put(self.store)
         if not self._fences():
-            self._lease = Lease(self.store, self.id)
+            self._lease = Lease(self.store, self.id, clock=self.clock)
             self._lease.take()
         self._require_feed()
         return self.log.head()
 
-    def put(self, data: Data) -> PayloadRef:
-        """Store a payload under its SHA-256. It is part of the feed once a manifest that names it is committed."""
-        ref = PayloadRef.of(data)
+    def put(self, data: Data, ref: PayloadRef | None = None) -> PayloadRef:
+        """Store a payload under its SHA-256. It is part of the feed once a manifest that names it is committed.
+
+        `ref`: its reference, where the caller has computed it already.
+        """
+        ref = PayloadRef.of(data) if ref is None else ref
         self.store.put(keys.payload_key(ref.sha256), data)
         return ref
+
+    def put_files(self, data: Data) -> PayloadRef:
+        """Put the files beside the weights, and keep them for `renew_files` until `release_files`."""
+        self._files = data, self.clock()
+        return self.put(data)
+
+    def renew_files(self, *, after_s: float) -> None:
+        """Put the files that are kept again if that was so long ago: `prune` may have removed them."""
+        if self._files is not None and abs(self.clock() - self._files[1]) > after_s:
+            self.put_files(self._files[0])
+
+    def release_files(self) -> None:
+        """Keep the files no longer: a committed manifest names them."""
+        self._files = None
+
+    def missing(self, refs: Iterable[PayloadRef]) -> list[str]:
+        """The keys of those of these payloads that are not listed with their sizes."""
+        sizes = {item.key: item.nbytes for item in self.store.list(keys.PAYLOADS)}
+        return [key for ref in refs if sizes.get(key := keys.payload_key(ref.sha256)) != ref.nbytes]
 
     def commit(self, manifest: Manifest) -> None:
         """Commit a version or a skip whose payloads are in the store. A retry after an error is safe.
@@ -168,10 +257,32 @@ class Writer:
             )
         return False
 
+    def _require_own_folder(self) -> None:
+        """InvalidInputError for a new feed in a folder that has other things in it, such as a checkpoint."""
+        if not self.store.url.startswith("file:"):
+            return
+        folder = file_path(self.store.url)
+        names: list[str] = []
+        # A folder that is not there yet, or cannot be read: the first operation of the store reports that.
+        with suppress(OSError):
+            names = sorted(os.listdir(folder))
+        others = [name for name in names if not name.startswith(".") and name not in _FOLDER_NAMES]
+        if not others or self.log.feed() is not None:
+            return
+        is_checkpoint = any(name == "config.json" or name.endswith(".safetensors") for name in others)
+        found = ", ".join(repr(name) for name in others[:3]) + (", …" if len(others) > 3 else "")
+        hint = (
+            "it looks like a checkpoint: are the feed and the checkpoint swapped?"
+            if is_checkpoint
+            else (f"choose an empty or a new folder, such as {folder / 'feed'}")
+        )
+        raise InvalidInputError(f"{folder} is not empty and has no feed: it has {found}", hint=hint)
+
     def _require_feed(self) -> None:
         if self.log.feed() is None:
-            record = FeedRecord(secrets.token_hex(8), int(time.time()))
-            self._write_new(keys.FEED, record.to_bytes())
+            record = FeedRecord(secrets.token_hex(8), int(self.clock()))
+            if self._write_new(keys.FEED, record.to_bytes()):
+                logger.info("a new feed begins at %s", self.store.url)
 
     def _create(self, key: str, data: bytes) -> None:
         if self._lease is not None:
@@ -197,10 +308,16 @@ class Writer:
 
     def _settle(self, key: str, data: bytes) -> None:
         """The object exists: equal bytes mean that we created it, and a response was lost. Else ConflictError."""
-        stored = self._stored(key)
+
+        def read() -> tuple[bytes | None, str]:
+            stored = self._stored(key)
+            if stored is None or stored == data:
+                return stored, "an unknown writer"
+            return stored, f"writer {parse_manifest(key, stored).writer}"
+
+        stored, writer = with_reread(read)
         if stored == data:
             return
-        writer = "an unknown writer" if stored is None else f"writer {parse_manifest(key, stored).writer}"
         hint = "another trainer writes to this feed: stop one of the two"
         if writer == f"writer {self.id}":
             hint = "an earlier attempt of this writer succeeded: reopen the feed and continue from its head"
@@ -208,6 +325,6 @@ class Writer:
 
     def _stored(self, key: str) -> bytes | None:
         try:
-            return self.store.get(key)
+            return get_manifest(self.store, key)
         except NotFoundError:
             return None

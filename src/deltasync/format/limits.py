@@ -44,6 +44,9 @@ RUNS_MAX = 1 << 22
 JSON_VALUES_MAX = 1 << 23
 """Values in one JSON text: parsed JSON takes tens of times the memory of its text."""
 
+JSON_DEPTH_MAX = 64
+"""How deeply lists and objects of one JSON text may be nested."""
+
 COUNT_MAX = (1 << 63) - 1
 """Any number of a manifest or record, and any offset in a file."""
 

@@ -7,11 +7,12 @@ file. A `coo/1` payload holds plain `{name}.indices` and `{name}.values` instead
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 
 from deltasync.errors import CorruptError, FormatError
+from deltasync.format import limits
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.index import COO, PLANES, BlockRecord, decode_index, encode_index, require_disjoint
 from deltasync.format.layout import DTYPES, DType, Layout, TensorSpec
@@ -28,6 +29,7 @@ Range = tuple[int, int]
 
 _PREFIX_BYTES = 64 << 10
 _U8 = DTYPES["U8"]
+_OURS = FORMAT.partition("/")[0] + "/"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +94,12 @@ class Payload:
         index = next((e for e in header.entries if e.name == INDEX_NAME), None)
         if index is None:
             raise CorruptError(f"the payload lacks the tensor {INDEX_NAME}", rule="payload.tensors")
+        if index.end - index.begin > limits.INDEX_BYTES_MAX:
+            # It is not larger than what it decompresses to, which is checked as it decompresses.
+            raise CorruptError(
+                f"the index has {index.end - index.begin} bytes; at most {limits.INDEX_BYTES_MAX} are allowed",
+                rule="index.size",
+            )
         layout, records = decode_index(read_exactly(read_once, index.begin, index.end - index.begin))
         parsed = PayloadHeader(
             kind=kind,
@@ -151,6 +159,32 @@ def payload_chunks(header: PayloadHeader, blocks: Sequence[Block]) -> Iterator[b
         else:
             data = memoryview(blocks[tensor.block].data)
             yield data[len(data) - spec.nbytes :] if tensor.is_tail else data[: spec.nbytes]
+
+
+class _HasRuns(Protocol):
+    @property
+    def runs(self) -> Runs: ...
+
+
+_B = TypeVar("_B", bound=_HasRuns)
+
+
+def grouped(blocks: Iterable[_B], *, elements: int | None = None) -> Iterator[list[_B]]:
+    """Neighbouring blocks, one group for each payload: it ends once it covers `elements`, or has too many runs."""
+    group: list[_B] = []
+    held = runs = 0
+    for block in blocks:
+        if group and runs + len(block.runs) > limits.RUNS_MAX:
+            yield group
+            group, held, runs = [], 0, 0
+        group.append(block)
+        held += int(block.runs[:, 2].sum())
+        runs += len(block.runs)
+        if elements is not None and held >= elements:
+            yield group
+            group, held, runs = [], 0, 0
+    if group:
+        yield group
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +268,10 @@ def _metadata(header: PayloadHeader, records: Iterable[BlockRecord]) -> dict[str
 def _checked_metadata(metadata: dict[str, str]) -> Kind:
     """The kind of the payload; CorruptError or FormatError unless the metadata fits it."""
     name = metadata.get("format")
-    if name is None:
-        hint = "it is a safetensors file of something else, such as a checkpoint"
-        raise FormatError("this is not a deltasync payload", rule="payload.format", hint=hint)
+    if name is None or not name.startswith(_OURS):
+        # Checkpoints of transformers have the format "pt".
+        hint = "give a file that `deltasync diff` wrote, or a payload of a feed"
+        raise FormatError("this is a checkpoint, not a delta", rule="payload.format", hint=hint)
     if name != FORMAT:
         message = f"the format of the payload is {name!r:.80}; this release reads {FORMAT!r}"
         raise FormatError(message, rule="payload.format", hint="upgrade deltasync")

@@ -47,7 +47,7 @@ def read_sealed(
     """
     what = f"the {scope}" if what is None else what
     if len(data) > bytes_max:
-        raise CorruptError(f"{what} has {len(data)} bytes; at most {bytes_max} are allowed", rule=f"{scope}.size")
+        raise CorruptError(f"{what} has more than {bytes_max} bytes, the most that are allowed", rule=f"{scope}.size")
     values = parse_object(data, what=what, scope=scope)
     if values.get("format") != FORMAT:
         raise FormatError(
@@ -179,7 +179,22 @@ def parse_object(data: bytes, *, what: str, scope: str) -> dict[str, Any]:
         raise CorruptError(f"{what} is not valid JSON: {detail}", rule=f"{scope}.json") from error
     if not isinstance(value, dict):
         raise CorruptError(f"{what} is not a JSON object", rule=f"{scope}.json")
+    _require_shallow(value, what=what, scope=scope)
     return value
+
+
+def _require_shallow(value: dict[str, Any], *, what: str, scope: str) -> None:
+    """CorruptError for nesting that the parser just manages, and a later `repr` or encoder may not."""
+    level: list[Any] = [value]
+    for _ in range(limits.JSON_DEPTH_MAX):
+        items = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
+        level = [item for item in items if isinstance(item, (list, dict)) and item]
+        if not level:
+            return
+    raise CorruptError(
+        f"{what} is nested more than {limits.JSON_DEPTH_MAX} levels deep, the most that are allowed",
+        rule=f"{scope}.json",
+    )
 
 
 def canonical_json(value: Any) -> bytes:

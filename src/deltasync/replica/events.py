@@ -27,7 +27,7 @@ class Advance:
     """A target advanced to another version. `changed` counts the overwritten elements; None means all weights.
 
     `edges` are the kinds of the manifests that were applied, `nbytes` the bytes that were fetched for them: none and 0
-    if the mirror had the version already.
+    if the mirror had the version already. `committed_unix_s` is when the version was committed, by the trainer's clock.
     """
 
     from_version: int | None
@@ -36,6 +36,7 @@ class Advance:
     nbytes: int
     changed: int | None
     seconds: Seconds
+    committed_unix_s: int | None = None
 
     def __str__(self) -> str:
         s = self.seconds
@@ -73,7 +74,16 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of a follower. `version` is live in the target; `lag` counts the versions after it."""
+    """The state of a follower. `version` is live in the target; `lag` counts the versions after it.
+
+    `proved_version` was the live version when all live weights were last read back and found equal, at
+    `proved_unix_s`. `scrubbed_unix_s`: when the last round of the scrub over all weights was complete.
+    `unseen_elements`: how many live elements that depend on the weights no scrub has compared; nothing is proved then.
+    `error`: what the last advance failed with, or following ended with; None after a success. `stale_s`: seconds since
+    a poll found `version` to be the one to serve, the newest or the pinned one; None if no poll has.
+    `heartbeat_problem`: why heartbeats do not serve their purpose, if they do not: no right to write them, or another
+    follower with the same name.
+    """
 
     replica: str
     version: int | None
@@ -86,3 +96,9 @@ class Status:
     last: Advance | None
     error: str | None
     counts: Counts = field(default_factory=Counts)
+    proved_version: int | None = None
+    proved_unix_s: int | None = None
+    scrubbed_unix_s: int | None = None
+    unseen_elements: int = 0
+    stale_s: float | None = None
+    heartbeat_problem: str | None = None

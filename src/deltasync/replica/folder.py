@@ -1,9 +1,14 @@
 """A checkpoint folder as a target: any engine that loads from disk finds the newest version under one name.
 
-The name is a symbolic link to a folder beside it, one for each version. A commit replaces the link in one rename, so
-that a reader sees one complete version. The folder of the previous version is kept until the next commit.
+The name `X` is a symbolic link into the hidden folder `.X.deltasync` beside it, which has one folder for each version.
+A commit replaces the link in one rename, so that a reader sees one complete version. The folder of the previous version
+is kept until the next commit.
+
+Each folder of a version carries a sealed record. Nothing without one is ever removed, and only a link that leads into
+the hidden folder is replaced: everything else may be the user's.
 """
 
+import logging
 import os
 import re
 import secrets
@@ -15,14 +20,19 @@ from pathlib import Path
 
 import numpy as np
 
+from deltasync import blocks
 from deltasync.blocks import overwrite
 from deltasync.checkpoint import map_files, mapped_layout, open_checkpoint, write_checkpoint
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, NotFoundError
 from deltasync.files import locked, sync_folder, temporary_beside
+from deltasync.format import limits
+from deltasync.format.companions import has_config
 from deltasync.format.layout import Layout
 from deltasync.format.sealed import FORMAT, read_sealed, sealed
 from deltasync.format.weights import Weights
-from deltasync.replica.target import Damage, Staged
+from deltasync.replica.target import STAGED_DIGEST, Damage, Staged
+
+logger = logging.getLogger(__name__)
 
 RECORD_NAME = ".deltasync.json"
 
@@ -32,18 +42,23 @@ class FolderTarget:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(os.path.abspath(path))
-        name = re.escape(self._path.name)
-        self._folders = re.compile(rf"{name}\.v[0-9]+(\.[0-9a-f]+)?")
-        self._leftovers = re.compile(rf"\.{name}(\.v[0-9]+(\.[0-9a-f]+)?)?\.[0-9a-f]{{12}}\.tmp")
+        self._home = self._path.with_name(f".{self._path.name}.deltasync")
+        self._earlier: list[Path] = []
+        """Folders of an earlier release, which had its versions beside the link."""
         self._before: Path | None = None
         self._owned = ExitStack()
         self._is_open = False
         self._version: int | None = None
         self._staged: Path | None = None
+        self._has_warned = False
 
     @property
     def reads_mirror(self) -> bool:
         return False
+
+    @property
+    def unseen_elements(self) -> int:
+        return 0
 
     @property
     def engine(self) -> str:
@@ -68,9 +83,10 @@ class FolderTarget:
             if live is not None:
                 live.require_equal(layout, ours=str(self._path), theirs="the feed")
 
-    def stage(self, staged: Staged) -> None:
-        """Write the folder of the version beside the live one."""
+    def stage(self, staged: Staged) -> bool:
+        """Write the folder of the version beside the live one, read it back, and prove it by its digest."""
         self._open()
+        self._require_ours()
         self._clean(self._current(), self._before)
         weights = staged.weights
 
@@ -82,23 +98,41 @@ class FolderTarget:
             for changes in staged.changes:
                 overwrite(new, changes)
 
-        out = self._path.with_name(f"{self._path.name}.v{staged.version}")
-        if out.exists():
+        self._home.mkdir(exist_ok=True)
+        out = self._home / f"v{staged.version}"
+        if os.path.lexists(out):
             out = out.with_name(f"{out.name}.{secrets.token_hex(4)}")
         record = sealed({"format": FORMAT, "version": staged.version, "digest": staged.manifest.digest.hex})
-        write_checkpoint(weights.layout, {**staged.files(), RECORD_NAME: record}, out, fill)
+        # The record comes first, so that a folder that is not finished carries it, too.
+        files = staged.files()
+        if not has_config(files) and not self._has_warned:
+            logger.warning("version %d has no config.json: engines cannot load %s so", staged.version, self._path)
+            self._has_warned = True
+        write_checkpoint(weights.layout, {RECORD_NAME: record, **files}, out, fill)
+        digest = blocks.digest(open_checkpoint(out).weights)
+        if digest != staged.manifest.digest:
+            shutil.rmtree(out)
+            raise CorruptError(
+                f"version {staged.version} was written to {out} with the digest {digest}, not with that of the feed, "
+                f"{staged.manifest.digest}",
+                version=staged.version,
+                rule=STAGED_DIGEST,
+                hint="the disk of the folder or the mirror may be faulty",
+            )
         self._staged = out
+        return True
 
     def commit(self, staged: Staged) -> float:
         """Switch the link. The previous folder stays for those who still read it; older ones are removed."""
         out, self._staged = self._staged, None
         if out is None:
             raise InvalidInputError(f"version {staged.version} was not staged", hint="call stage first")
+        self._require_ours()
         self._before = self._current()
         self._version = None
         since = time.perf_counter()
-        with temporary_beside(self._path) as temporary:
-            temporary.symlink_to(out.name)
+        with temporary_beside(self._home / "link") as temporary:
+            temporary.symlink_to(out.relative_to(self._path.parent))
             os.replace(temporary, self._path)
         sync_folder(self._path.parent)
         self._version = staged.version
@@ -127,38 +161,60 @@ class FolderTarget:
         """Lock the path and read the version that an earlier process left, at the first use."""
         if self._is_open:
             return
-        if os.path.lexists(self._path) and not self._path.is_symlink():
-            raise InvalidInputError(
-                f"{self._path} is not a link that a follower created", hint="choose a path that does not exist yet"
-            )
+        self._require_ours()
         self._owned.enter_context(locked(self._path))
         self._is_open = True
         current = self._current()
         self._version = None if current is None else _recorded(current)
+        if current is not None and current.parent != self._home:
+            self._earlier = [path for path in self._path.parent.iterdir() if self._is_earlier(path)]
 
-    def _current(self) -> Path | None:
-        """The folder that the link points to, if this class has created it."""
+    def _require_ours(self) -> None:
+        """InvalidInputError if the path or the hidden folder is taken by something that no follower has created."""
+        if os.path.lexists(self._path) and self._linked() is None:
+            raise InvalidInputError(
+                f"{self._path} is not a link that a follower created", hint="choose a path that does not exist yet"
+            )
+        if os.path.lexists(self._home) and (self._home.is_symlink() or not self._home.is_dir()):
+            raise InvalidInputError(
+                f"{self._home} is not a folder, which is needed for the versions", hint="choose another path"
+            )
+
+    def _linked(self) -> Path | None:
+        """What the link leads to, which need not be there, if a follower has created it."""
         if not self._path.is_symlink():
             return None
+        # The link is read, not resolved: what it leads to may be gone.
         folder = self._path.parent / self._path.readlink()
-        return folder if self._folders.fullmatch(folder.name) is not None and folder.is_dir() else None
+        return folder if folder.parent == self._home or self._is_earlier(folder) else None
+
+    def _current(self) -> Path | None:
+        folder = self._linked()
+        return folder if folder is not None and folder.is_dir() else None
+
+    def _is_earlier(self, folder: Path) -> bool:
+        """Whether an earlier release has written this folder, or began to."""
+        name = rf"{re.escape(self._path.name)}\.v([0-9]+)(\.[0-9a-f]{{8}})?"
+        match = re.fullmatch(rf"{name}|\.{name}\.[0-9a-f]{{12}}\.tmp", folder.name)
+        version = None if match is None or folder.parent != self._path.parent else _recorded(folder)
+        return match is not None and version is not None and str(version) in (match[1], match[3])
 
     def _clean(self, *kept: Path | None) -> None:
-        """Remove the folders of other versions and incomplete ones."""
-        for path in self._path.parent.iterdir():
-            is_leftover = self._leftovers.fullmatch(path.name) is not None
+        """Remove the folders of other versions and incomplete ones, and links that were not put in place."""
+        for path in [*(self._home.iterdir() if self._home.is_dir() else ()), *self._earlier]:
             if path.is_symlink():
-                # A link to a folder that is still there counts as a folder, too.
-                if is_leftover:
+                if path.parent == self._home and (self._path.parent / path.readlink()).parent == self._home:
                     path.unlink()
-            elif path.is_dir() and (is_leftover or (self._folders.fullmatch(path.name) and path not in kept)):
+            elif path not in kept and _recorded(path) is not None:
                 shutil.rmtree(path)
 
 
 def _recorded(folder: Path) -> int | None:
-    """The version that a folder was written as."""
+    """The version that a folder was written as; None without a record."""
     try:
-        return read_sealed((folder / RECORD_NAME).read_bytes(), "folder", ("version", "digest")).count("version")
+        with (folder / RECORD_NAME).open("rb") as file:
+            data = file.read(limits.RECORD_BYTES_MAX + 1)
+        return read_sealed(data, "folder", ("version", "digest")).count("version")
     except (CorruptError, FormatError, OSError):
         return None
 

@@ -1,29 +1,32 @@
 """`Follower`: keeps a target at the newest version of a feed."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError, StoreError
-from deltasync.feed.fetch import fetch_files
+from deltasync import arguments
+from deltasync.errors import CorruptError, DeltasyncError, InvalidInputError, NotFoundError, StoreError
+from deltasync.feed.head import Head
 from deltasync.feed.log import Log
+from deltasync.feed.replay import find_files
 from deltasync.files import locked
 from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Weights
+from deltasync.parallel import Pool, ProcessBound
 from deltasync.replica.events import Advance, Counts, Observer, Seconds, Status
-from deltasync.replica.loop import BEAT_S, Heartbeats, Loop, ScrubSchedule, new_replica_id
+from deltasync.replica.loop import BEAT_S, SCRUB_S, Heartbeats, Loop, ScrubSchedule, new_replica_id
 from deltasync.replica.mirror import Handoff, Mirror
-from deltasync.replica.target import Damage, Staged, Target
+from deltasync.replica.target import STAGED_DIGEST, Damage, Staged, Target
 from deltasync.store import Feed, opened
 from deltasync.store.retry import RetryingStore
 
@@ -33,7 +36,7 @@ _PATIENCE_S = 5.0
 """How long a read of the mirror is retried before the advance fails."""
 
 
-class Follower:
+class Follower(ProcessBound):
     """Keeps one target at versions of a feed. Every method may be called from any thread.
 
         with Follower("s3://bucket/run-42", ModuleTarget(model, hold=lock)) as follower:
@@ -44,9 +47,10 @@ class Follower:
     `base`: a local copy of the checkpoint that the feed started with, if the one that the feed names is not available.
     `replica`: the id in heartbeats; random by default.
     `observer`: called with every advance, in the thread that made it, before the next one can start.
+    `trust_code`: let the target write files of the feed that can run code when a folder is loaded.
     `beat_s`: seconds between heartbeats; None writes none.
-    `scrub_s`: while following, compare all weights of the target with the mirror about once in this many seconds; None
-    does not.
+    `scrub_s`: while following, compare all weights of the target with the mirror about once in this many seconds, and
+    repair what differs; None does not.
     """
 
     def __init__(
@@ -54,13 +58,25 @@ class Follower:
         feed: Feed,
         target: Target,
         *,
-        mirror: Path | None = None,
-        base: Path | None = None,
+        mirror: str | os.PathLike[str] | None = None,
+        base: str | os.PathLike[str] | None = None,
         replica: str | None = None,
         observer: Observer | None = None,
+        trust_code: bool = False,
         beat_s: float | None = BEAT_S,
-        scrub_s: float | None = None,
+        scrub_s: float | None = SCRUB_S,
     ) -> None:
+        super().__init__()
+        if not hasattr(target, "commit"):
+            hint = "wrap a module in deltasync.torch.ModuleTarget, and a path in FolderTarget"
+            raise InvalidInputError(f"target must be a Target, not {arguments.described(target)}", hint=hint)
+        if scrub_s is not None:
+            arguments.seconds("scrub_s", scrub_s, is_zero_allowed=False, hint="None compares nothing")
+        if beat_s is not None:
+            arguments.seconds("beat_s", beat_s, hint="None writes no heartbeats")
+        if replica is not None:
+            arguments.instance("replica", replica, str)
+        mirror_path, base_path = arguments.optional_path("mirror", mirror), arguments.optional_path("base", base)
         self.replica = new_replica_id() if replica is None else replica
         self._resources = ExitStack()
         self._store = self._resources.enter_context(opened(feed))
@@ -71,12 +87,13 @@ class Follower:
         # thread that reads ahead: `_reading` is done before the lock is released, or the mirror is used again.
         self._lock = threading.RLock()
         self._reading: Future[None] | None = None
-        self._mirror = Mirror(patient, path=mirror, base=base, counts=self._counts)
+        self._mirror = Mirror(patient, path=mirror_path, base=base_path, counts=self._counts)
         self._target = target
         self._proved: tuple[int, StateDigest] | None = None
         """The version whose bits the target is known to have, and their digest."""
         self._heartbeats = None if beat_s is None else Heartbeats(self._log, self.replica, beat_s=beat_s)
         self._observer = observer
+        self._trust_code = trust_code
         self._schedule = None if scrub_s is None else ScrubSchedule(scrub_s)
         self._loop = Loop()
         self._thread: threading.Thread | None = None
@@ -84,10 +101,15 @@ class Follower:
         self._is_open = False
         self._is_closed = False
         self._is_paused = False
-        self._head: Manifest | None = None
+        self._head = Head(self._log)
         self._pinned: Manifest | None = None
         self._served: int | None = None
+        self._confirmed: tuple[int, float] | None = None
+        """The version that a poll found to be the one to serve, and when that poll began."""
         self._last: Advance | None = None
+        self._read_back: tuple[int, int] | None = None
+        """The version that was live when all weights were last compared, and the time of that."""
+        self._scrubbed_unix_s: int | None = None
         self._error: Exception | None = None
 
     def __enter__(self) -> Self:
@@ -105,9 +127,10 @@ class Follower:
 
         NotFoundError for a version that the feed does not have; MismatchError, before anything is written, if the feed
         is of another model than the target; what the target raises if it cannot take the version. The next advance
-        then writes all weights of the mirror.
+        then writes all weights of the mirror. The error is in the status until an advance succeeds.
         """
-        return self._advance(to=to)
+        self._require_here()
+        return self._advance(to=None if to is None else arguments.whole_number("to", to))
 
     def follow(self) -> None:
         """Keep the target at the newest version, or at the pinned one, until `stop`.
@@ -115,15 +138,16 @@ class Follower:
         A store or a target that fails is retried without limit, with back-off, and logged once. Raises only what a
         retry cannot fix: a target of another model, a format of a later release, a store that refuses.
         """
+        self._require_here()
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="deltasync-ahead") as ahead:
-                self._loop.run(partial(self._step, ahead), self._note_error)
+            self._loop.run(partial(self._step, Pool(1, "deltasync-ahead")), self._note_error)
         finally:
             with self._changed:
                 self._changed.notify_all()
 
     def start(self) -> None:
         """Call `follow` in a thread of its own. An error that ends it is kept as `error`, and logged."""
+        self._require_here()
         if self._thread is not None:
             raise InvalidInputError("this follower was started before", hint="create another one")
         self._thread = threading.Thread(target=self._run, name="deltasync-follow", daemon=True)
@@ -134,6 +158,7 @@ class Follower:
 
         Raises `error` if following has ended with one; StoreError if it was stopped, or after `timeout_s`.
         """
+        self._require_here()
         with self._changed:
             self._changed.wait_for(lambda: self._served is not None or self._has_ended, timeout_s)
             served, error, has_ended = self._served, self._error, self._has_ended
@@ -152,42 +177,50 @@ class Follower:
 
     @property
     def error(self) -> Exception | None:
-        """The error that following fails with now, or has ended with; None while it works."""
+        """The error of the last advance, or the one that following has ended with; None while all is well."""
         return self._error
 
     def stop(self) -> None:
         """End following after the advance in progress, for good. `close` waits for that."""
+        self._require_here()
         self._loop.stop()
         with self._changed:
             self._changed.notify_all()
 
     def nudge(self) -> None:
         """Let `follow` poll for a new version at once."""
+        self._require_here()
         self._loop.nudge()
 
     def pause(self) -> None:
         """Stop fetching in `follow` until `resume`; an advance in progress is finished."""
+        self._require_here()
         self._is_paused = True
 
     def resume(self) -> None:
         """Let `follow` fetch again after `pause`."""
+        self._require_here()
         self._is_paused = False
         self._loop.nudge()
 
     def pin(self, version: int | None) -> None:
         """Stay at a version, which may be older than the live one; None unpins. NotFoundError if it does not exist."""
+        self._require_here()
+        version = arguments.optional_version(version)
         self._pinned = None if version is None else self._read(version)
         self._loop.nudge()
 
     def scrub(self, *, repair: bool = True) -> list[Damage]:
         """Compare all live weights with the mirror, and overwrite those that differ."""
+        self._require_here()
         with self._lock:
             self._open()
             return self._scrub(repair=repair)
 
     def status(self) -> Status:
         """The present state. Never blocks."""
-        head, served = self._head, self._served
+        self._require_here()
+        head, served, confirmed = self._head.manifest, self._served, self._confirmed
         return Status(
             replica=self.replica,
             version=served,
@@ -199,11 +232,22 @@ class Follower:
             is_following=self._loop.is_running,
             last=self._last,
             error=None if self._error is None else f"{type(self._error).__name__}: {self._error}",
+            stale_s=None if confirmed is None or confirmed[0] != served else time.monotonic() - confirmed[1],
             counts=replace(self._counts),
+            proved_version=None if self._read_back is None else self._read_back[0],
+            proved_unix_s=None if self._read_back is None else self._read_back[1],
+            scrubbed_unix_s=self._scrubbed_unix_s,
+            unseen_elements=self._target.unseen_elements,
+            heartbeat_problem=None if self._heartbeats is None else self._heartbeats.problem,
         )
 
     def close(self) -> None:
-        """Stop, wait for the thread, delete the heartbeat, release the mirror's file. The target stays as it is."""
+        """Stop, wait for the thread, delete the heartbeat, release the mirror's file. The target stays as it is.
+
+        In a fork of the process this does nothing.
+        """
+        if not self._is_here():
+            return
         self.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -232,31 +276,33 @@ class Follower:
     def _note_error(self, error: Exception | None) -> None:
         self._error = error
 
-    def _step(self, ahead: Executor) -> bool:
+    def _step(self, ahead: Pool) -> bool:
         """One poll; whether the target advanced."""
+        is_refused = False
         try:
             if not self._is_paused and self._advance(ahead=ahead) is not None:
                 return True
             if self._schedule is not None:
                 self._scrub_some(self._schedule)
             return False
+        except StoreError as error:
+            is_refused = not error.transient
+            raise
         finally:
-            # Also without an advance: `prune` must keep what this replica needs.
-            self._beat()
+            # Also without an advance: `prune` must keep what this replica needs. A store that refuses ends following,
+            # and would be reported twice.
+            if not is_refused:
+                self._beat()
 
     def _goal(self, to: int | None) -> Manifest:
         """The version to advance to. This takes one small request if the head is known."""
         if to is not None:
             manifest = self._read(to)
-            if self._head is None or self._head.version < manifest.version:
-                self._head = manifest
+            if self._head.manifest is None or self._head.manifest.version < manifest.version:
+                self._head.manifest = manifest
             return manifest
-        if self._head is None:
-            self._head = self._log.require_head()
-        else:
-            newer = self._log.head(after=self._head.version)
-            self._head = self._head if newer is None else newer
-        return self._head if self._pinned is None else self._pinned
+        head = self._head.poll()
+        return head if self._pinned is None else self._pinned
 
     def _read(self, version: int) -> Manifest:
         try:
@@ -276,16 +322,27 @@ class Follower:
 
     # Advancing: mirror first, then target
 
-    def _advance(self, *, to: int | None = None, ahead: Executor | None = None) -> Advance | None:
+    def _advance(self, *, to: int | None = None, ahead: Pool | None = None) -> Advance | None:
         with self._lock:
-            self._open()
             try:
+                self._open()
                 self._prove_target()
+                polled_at_s = time.monotonic()
                 goal = self._goal(to)
                 # The mirror may be ahead of the target: the target's next advance leads there.
-                advanced = None if self._is_proved_at(goal.version) else self._serve(goal, ahead)
+                is_there = self._is_proved_at(goal.version) and self._proved == (goal.version, goal.digest)
+                if not is_there:
+                    # Before a long fetch: a replica that may not write its heartbeat says so at its start.
+                    self._beat()
+                advanced = None if is_there else self._serve(goal, ahead)
+            except Exception as error:
+                self._error = error
+                raise
             finally:
                 self._set_served(self._target.version)
+            self._error = None
+            if to is None:
+                self._confirmed = goal.version, polled_at_s
             if advanced is None:
                 self._beat()
             return advanced
@@ -297,6 +354,7 @@ class Follower:
         if self._is_closed:
             raise InvalidInputError("this follower is closed", hint="create a new one")
         if not self._is_open and self._mirror.path is not None:
+            self._mirror.require_ours()
             self._resources.enter_context(locked(self._mirror.path))
         self._is_open = True
 
@@ -316,19 +374,34 @@ class Follower:
             logger.warning("the target claims version %d but has other bits: it is rewritten", mirror.version)
             return
         self._proved = mirror.version, mirror.digest
+        self._note_read_back(mirror.version)
         mirror.hand_off()
 
-    def _serve(self, goal: Manifest, ahead: Executor | None = None) -> Advance:
+    def _serve(self, goal: Manifest, ahead: Pool | None = None) -> Advance:
         """Bring the mirror and then the target to a version; read ahead in the meantime, where that is possible."""
         self._mirror.advance(goal, self._target.require)
         staged, handoff = self._prepare(goal)
-        if ahead is None or staged.changes is None or self._target.reads_mirror:
-            return self._deliver(staged, handoff)
-        self._reading = ahead.submit(self._read_ahead, staged.weights.layout)
+        if ahead is not None and staged.changes is not None and not self._target.reads_mirror:
+            self._reading = ahead.submit(self._read_ahead, staged.weights.layout)
         try:
             return self._deliver(staged, handoff)
+        except CorruptError as error:
+            if error.rule != STAGED_DIGEST:
+                raise
+            logger.warning("the target is rewritten with all weights: %s", error)
         finally:
             self._take_back_mirror()
+        return self._rewrite(goal)
+
+    def _rewrite(self, goal: Manifest) -> Advance:
+        """Bring the target to a version, or to a later one that was read ahead, with all weights of a proved mirror."""
+        mirror = self._mirror
+        if not mirror.is_sound():
+            mirror.discard()
+        if mirror.version is not None and mirror.version != goal.version:
+            goal = mirror.log.read(mirror.version)
+        mirror.advance(goal, self._target.require)
+        return self._deliver(*self._prepare(goal))
 
     def _take_back_mirror(self) -> None:
         """Wait until the mirror is no longer read ahead. The next step meets any error of that again."""
@@ -361,7 +434,7 @@ class Follower:
             start=None if changes is None else handoff.start,
             weights=weights,
             path=self._mirror.path,
-            files=partial(fetch_files, self._mirror.log.store, goal),
+            files=partial(find_files, self._mirror.log, goal, trust_code=self._trust_code),
             edges=len(handoff.edges),
         )
         return staged, handoff
@@ -370,7 +443,7 @@ class Follower:
         """Stage and commit, and report it. If the target fails, it gets all weights the next time."""
         before, self._proved = self._target.version, None
         began = time.perf_counter()
-        self._target.stage(staged)
+        is_read_back = self._target.stage(staged)
         staged_at = time.perf_counter()
         pause_s = self._target.commit(staged)
         seconds = Seconds(
@@ -382,8 +455,12 @@ class Follower:
             pause=pause_s,
         )
         self._proved = staged.version, staged.manifest.digest
+        if is_read_back:
+            self._note_read_back(staged.version)
         changed = None if staged.changes is None else handoff.changed
-        advanced = Advance(before, staged.version, tuple(handoff.edges), handoff.nbytes, changed, seconds)
+        committed_unix_s = staged.manifest.created_unix_s
+        edges = tuple(handoff.edges)
+        advanced = Advance(before, staged.version, edges, handoff.nbytes, changed, seconds, committed_unix_s)
         self._counts.moves += 1
         self._counts.nbytes += advanced.nbytes
         self._last = advanced
@@ -417,6 +494,12 @@ class Follower:
                 self._prove_mirror()
             if due:
                 self._scrub(repair=True, tensors=due)
+                if len(weights.layout.tensors) - 1 in due and not self._target.reads_mirror:
+                    self._scrubbed_unix_s = int(time.time())
+
+    def _note_read_back(self, version: int) -> None:
+        if not self._target.unseen_elements:
+            self._read_back = version, int(time.time())
 
     def _scrub(self, *, repair: bool, tensors: Sequence[int] | None = None) -> list[Damage]:
         """Compare the live weights of these tensors, by default of all, with the mirror, and repair those that differ.
@@ -440,6 +523,8 @@ class Follower:
         self._counts.damaged += elements
         for damage in damages:
             logger.warning("version %s: %d elements of %r differ", wanted, damage.elements, damage.tensor)
+        if not damages and len(tensors) == len(weights.layout.tensors) and wanted is not None:
+            self._note_read_back(wanted)
         if damages and repair:
             if self._prove_mirror():
                 self._target.scrub(weights, tensors, repair=True)
@@ -467,7 +552,8 @@ class Follower:
     # Heartbeats
 
     def _beat(self) -> None:
-        if self._heartbeats is not None:
+        # Not into a place that has no feed: its name may be a typo.
+        if self._heartbeats is not None and self._head.manifest is not None:
             self._heartbeats.beat(self._target.version, self._facts)
 
     def _facts(self) -> Mapping[str, str]:
@@ -476,6 +562,12 @@ class Follower:
             facts["lag"] = str(lag)
         if self._proved is not None and self._proved[0] == self._target.version:
             facts["digest"] = self._proved[1].hex
+        if self._read_back is not None:
+            facts |= {"proved_version": str(self._read_back[0]), "proved_unix_s": str(self._read_back[1])}
+        if self._scrubbed_unix_s is not None:
+            facts["scrubbed_unix_s"] = str(self._scrubbed_unix_s)
+        if self._target.unseen_elements:
+            facts["unseen_elements"] = str(self._target.unseen_elements)
         if self._last is not None:
             facts |= self._last.seconds.facts()
         return facts

@@ -8,9 +8,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
-from deltasync.errors import DeltasyncError, FormatError, InvalidInputError, MismatchError, StoreError
-from deltasync.feed.log import Log
+from deltasync.errors import (
+    CorruptError,
+    DeltasyncError,
+    FormatError,
+    InvalidInputError,
+    MismatchError,
+    NotFoundError,
+    StoreError,
+)
+from deltasync.feed.log import Log, get_record
 from deltasync.format.keys import replica_key
 from deltasync.format.sealed import Heartbeat
 
@@ -102,6 +111,10 @@ def _is_final(error: Exception, *, has_worked: bool, is_again: bool) -> bool:
     return isinstance(error, MismatchError) or (isinstance(error, InvalidInputError) and not has_worked)
 
 
+SCRUB_S = 3600.0
+"""Seconds for one round of the scrub over all weights."""
+
+
 class ScrubSchedule:
     """Decides which tensors to compare, so that one round over the model takes about `round_s`."""
 
@@ -110,17 +123,19 @@ class ScrubSchedule:
         self._clock = clock
         self._next = 0
         self._last_s = clock()
+        self._budget = 0.0
 
     def due(self, elements: Sequence[int]) -> list[int]:
         """Ordinals of the tensors that became due since the last call; `elements` has their sizes. 0 starts a round."""
         now_s = self._clock()
-        budget = sum(elements) * min(1.0, (now_s - self._last_s) / self._round_s)
+        # A tensor is compared as a whole: what it takes beyond the budget is paid back before the next one.
+        self._budget = min(self._budget, 0.0) + sum(elements) * min(1.0, (now_s - self._last_s) / self._round_s)
         self._last_s = now_s
         ordinals: list[int] = []
-        while budget > 0 and len(ordinals) < len(elements):
+        while self._budget > 0 and len(ordinals) < len(elements):
             ordinal = self._next % len(elements)
             ordinals.append(ordinal)
-            budget -= elements[ordinal]
+            self._budget -= elements[ordinal]
             self._next = ordinal + 1
         return ordinals
 
@@ -130,18 +145,26 @@ BEAT_S = 30.0
 
 
 class Heartbeats:
-    """Writes heartbeats when they are due. A failure is logged and not raised: the replica serves without them."""
+    """Writes heartbeats when they are due. A failure is logged and not raised: the replica serves without them.
+
+    `problem` says why they do not serve their purpose: they cannot be written, or another follower writes them, too.
+    """
 
     def __init__(
         self, log: Log, replica: str, *, beat_s: float = BEAT_S, clock: Callable[[], float] = time.time
     ) -> None:
+        self.problem: str | None = None
+        self._problem_kind: Literal["unwritten", "shared"] | None = None
         self._log = log
         self._replica = replica
         self._key = replica_key(replica)
+        self._instance = secrets.token_hex(8)
+        """Distinguishes this follower from another one with the same name."""
         self._beat_s = beat_s
         self._clock = clock
         self._last: tuple[int | None, float] | None = None
-        self._is_failing = False
+        self._looked_s: float | None = None
+        """When the stored heartbeat was last known to be this follower's."""
         self._has_left = False
         self._lock = threading.Lock()
 
@@ -156,13 +179,25 @@ class Heartbeats:
             # After a failure the store is not called again before the next heartbeat is due.
             self._last = version, now
             try:
-                self._log.beat(Heartbeat(self._replica, version, int(now), facts()))
+                is_taken = self._is_taken(now)
+                self._log.beat(Heartbeat(self._replica, version, int(now), {**facts(), "instance": self._instance}))
             except DeltasyncError as error:
-                if not self._is_failing:
-                    logger.warning("cannot write the heartbeat of %s, continuing without it: %s", self._replica, error)
-                self._is_failing = True
-            else:
-                self._is_failing = False
+                self._report(
+                    "unwritten",
+                    f"cannot write the heartbeat of {self._replica}, continuing without it; `prune` may delete the "
+                    f"deltas that this replica needs, which then begins again at an anchor: {error}",
+                )
+                return
+            if self._looked_s is None:
+                self._looked_s = now
+            if is_taken:
+                self._report(
+                    "shared",
+                    f"another follower of {self._log.store.url} has the name {self._replica}, too: their heartbeats "
+                    "replace each other, so that `prune` and `status` see only one of them; give each its own name",
+                )
+            elif is_taken is False or self._problem_kind == "unwritten":
+                self.problem = self._problem_kind = None
 
     def leave(self) -> None:
         """Delete the heartbeat of a replica that ends for good, so that `prune` keeps nothing for it."""
@@ -171,10 +206,39 @@ class Heartbeats:
             if self._last is None:
                 return
             try:
-                self._log.store.delete(self._key)
+                if not self._is_anothers():
+                    self._log.store.delete(self._key)
             except DeltasyncError as error:
+                if self._problem_kind == "unwritten":
+                    # It could not be written either, which was reported.
+                    return
                 message = "cannot delete the heartbeat of %s, which counts as live until it expires: %s"
                 logger.warning(message, self._replica, error)
+
+    def _report(self, kind: Literal["unwritten", "shared"], problem: str) -> None:
+        """Log a problem once, until there is one of another kind, or none."""
+        if self._problem_kind != kind:
+            logger.warning("%s", problem)
+        self.problem, self._problem_kind = problem, kind
+
+    def _is_taken(self, now: float) -> bool | None:
+        """Whether another follower has written this heartbeat since; None if it is too early to look again.
+
+        The first heartbeat replaces any: it may be that of an earlier process, which ended without deleting it.
+        """
+        if self._looked_s is None:
+            return False
+        if 0 <= now - self._looked_s < self._beat_s:
+            return None
+        self._looked_s = now
+        return self._is_anothers()
+
+    def _is_anothers(self) -> bool:
+        try:
+            stored = Heartbeat.from_bytes(get_record(self._log.store, self._key))
+        except (NotFoundError, CorruptError, FormatError):
+            return False
+        return stored.facts.get("instance") != self._instance
 
 
 def new_replica_id() -> str:

@@ -1,19 +1,23 @@
-"""The status of a follower over HTTP, and its metrics for Prometheus (extra `metrics`)."""
+"""A follower over HTTP: its health, whether it is ready, its status, and metrics for Prometheus (extra `metrics`)."""
 
 import hmac
+import ipaddress
 import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from deltasync.errors import InvalidInputError
 from deltasync.replica.events import Status
+from deltasync.replica.hook import HookStatus
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -34,10 +38,11 @@ _COUNTERS = {
 
 
 class FollowerCollector:
-    """Collects the metrics of one follower at each scrape. A gauge without a value yet has no sample."""
+    """Collects the metrics of one follower, and of its hook, at each scrape. A gauge without a value has no sample."""
 
-    def __init__(self, status: Callable[[], Status]) -> None:
+    def __init__(self, status: Callable[[], Status], hook: Callable[[], HookStatus] | None = None) -> None:
         self._status = status
+        self._hook = hook
 
     def collect(self) -> "Iterator[Metric]":
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -49,6 +54,7 @@ class FollowerCollector:
             ("lag", "Versions between the two.", status.lag),
             ("following", "1 while the feed is followed.", int(status.is_following)),
             ("failing", "1 while following fails.", int(status.error is not None)),
+            ("stale_seconds", "Seconds since the live version was found to be the newest.", status.stale_s),
         )
         for name, description, value in gauges:
             gauge = GaugeMetricFamily(f"deltasync_{name}", description)
@@ -62,6 +68,14 @@ class FollowerCollector:
         for field, total in asdict(status.counts).items():
             name, description = _COUNTERS[field]
             yield CounterMetricFamily(f"deltasync_{name}", description, value=total)
+        if self._hook is not None:
+            hook = self._hook()
+            gauge = GaugeMetricFamily("deltasync_exec_version", "The version that the command last succeeded for.")
+            if hook.version is not None:
+                gauge.add_metric([], hook.version)
+            yield gauge
+            yield GaugeMetricFamily("deltasync_exec_failing", "1 while the command fails.", value=int(hook.is_failing))
+            yield CounterMetricFamily("deltasync_exec_failures", "Runs of the command that failed.", hook.failures)
 
 
 def register(status: Callable[[], Status]) -> Callable[[], None]:
@@ -73,7 +87,7 @@ def register(status: Callable[[], Status]) -> Callable[[], None]:
     return lambda: REGISTRY.unregister(collector)
 
 
-def exposition(status: Callable[[], Status]) -> Callable[[], bytes]:
+def exposition(status: Callable[[], Status], hook: Callable[[], HookStatus] | None = None) -> Callable[[], bytes]:
     """A function that returns the metrics of one follower as text. InvalidInputError without prometheus-client."""
     try:
         from prometheus_client import CollectorRegistry, generate_latest
@@ -82,7 +96,7 @@ def exposition(status: Callable[[], Status]) -> Callable[[], bytes]:
             "metrics need the package prometheus-client", hint="pip install 'deltasync[metrics]'"
         ) from error
     registry = CollectorRegistry()
-    registry.register(FollowerCollector(status))
+    registry.register(FollowerCollector(status, hook))
     return lambda: generate_latest(registry)
 
 
@@ -94,13 +108,27 @@ def listening(
     *,
     token: str | None = None,
     metrics: Callable[[], bytes] | None = None,
+    why_not_ready: Callable[[], str | None] | None = None,
+    details: Callable[[], Mapping[str, Any]] = dict,
 ) -> Iterator[str]:
-    """Serve `GET /status` and `GET /metrics` during the block; gives the URL. Port 0 takes a free one.
+    """Serve `/healthz`, `/readyz`, `/status` and `/metrics` during the block; gives the URL. Port 0 takes a free one.
 
-    With a token, every request without it is 401, except for the metrics.
+    `why_not_ready` is asked for each `GET /readyz`; by default it is ready while a version is live. `details` are added
+    to the status. With a token, `/status` without it is 401; the others, which probes and scrapers read, need none.
+    InvalidInputError without a token if other hosts could reach the address.
     """
     try:
-        server = _Server((host, port), status, token, metrics)
+        # Resolved once, so that the address that is checked is the one that is bound.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        address = str(socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0][4][0])
+        if token is None and not ipaddress.ip_address(address).is_loopback:
+            raise InvalidInputError(
+                f"other hosts can reach {host}, and there is no token to keep them out",
+                hint="set DELTASYNC_TOKEN, or listen on 127.0.0.1",
+            )
+        if why_not_ready is None:
+            why_not_ready = partial(no_version, status)
+        server = _Server((address, port), status, token, metrics, why_not_ready, details)
     except OSError as error:
         raise InvalidInputError(
             f"cannot listen on {host} port {port}: {error.strerror}", hint="choose another address"
@@ -115,6 +143,17 @@ def listening(
         thread.join()
 
 
+def no_version(status: Callable[[], Status], *, ready_s: float | None = None) -> str | None:
+    """Why a follower is not ready: it serves no version, or one that was the newest too long ago. None if it is."""
+    now = status()
+    if now.version is None:
+        return "no version is live yet" if now.error is None else f"no version is live: {now.error}"
+    if ready_s is not None and (now.stale_s is None or now.stale_s > ready_s):
+        since = "" if now.stale_s is None else f" for {now.stale_s:.0f} s"
+        return f"version {now.version} was not known to be the newest{since}" + (f": {now.error}" if now.error else "")
+    return None
+
+
 def parse_address(text: str) -> tuple[str, int]:
     """HOST:PORT, with an IPv6 address in brackets. ValueError for anything else."""
     parts = urlsplit(f"//{text}")
@@ -123,8 +162,19 @@ def parse_address(text: str) -> tuple[str, int]:
     return parts.hostname, parts.port
 
 
+_CONNECTIONS_MAX = 32
+_CONNECTION_S = 10.0
+"""Seconds after which a connection is closed, whether its request was answered or not."""
+
+
 class _Server(ThreadingHTTPServer):
+    """Answers each connection in a thread of its own. Of too many connections, the oldest one is closed.
+
+    A slow or idle client, which needs no token to connect, thus keeps no other one from an answer for long.
+    """
+
     daemon_threads = True
+    request_queue_size = _CONNECTIONS_MAX
 
     def __init__(
         self,
@@ -132,30 +182,74 @@ class _Server(ThreadingHTTPServer):
         status: Callable[[], Status],
         token: str | None,
         metrics: Callable[[], bytes] | None,
+        why_not_ready: Callable[[], str | None],
+        details: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.status = status
         self.token = token
         self.metrics = metrics
+        self.why_not_ready = why_not_ready
+        self.details = details
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._connections: dict[socket.socket, float] = {}
+        """When each connection was accepted, oldest first."""
+        self._lock = threading.Lock()
         super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._connections[request] = time.monotonic()
+            while len(self._connections) > _CONNECTIONS_MAX:
+                self._drop_oldest()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called between two polls for new connections."""
+        with self._lock:
+            while self._connections and time.monotonic() - next(iter(self._connections.values())) > _CONNECTION_S:
+                self._drop_oldest()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a connection from %s failed", client_address, exc_info=True)
+
+    def _drop_oldest(self) -> None:
+        request = next(iter(self._connections))
+        del self._connections[request]
+        # Its thread reads the end of the stream, and closes it.
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = 10.0
-    """Seconds after which a connection that has not sent a request is closed."""
+    timeout = _CONNECTION_S
 
     def do_GET(self) -> None:
-        server, path = cast(_Server, self.server), urlsplit(self.path).path
-        if (self.command, path) == ("GET", "/metrics") and server.metrics is not None:
+        server, request = cast(_Server, self.server), (self.command, urlsplit(self.path).path)
+        if request == ("GET", "/healthz"):
+            self._send_json(200, {"healthy": True})
+        elif request == ("GET", "/readyz"):
+            # Without the reason, which may name the store: anyone may ask.
+            is_ready = server.why_not_ready() is None
+            self._send_json(200 if is_ready else 503, {"ready": is_ready, "version": server.status().version})
+        elif request == ("GET", "/metrics") and server.metrics is not None:
             from prometheus_client import CONTENT_TYPE_LATEST
 
             self._send(200, CONTENT_TYPE_LATEST, server.metrics())
         elif not self._is_allowed(server.token):
             self._send_json(401, {"error": {"kind": "unauthorized"}})
-        elif (self.command, path) == ("GET", "/status"):
-            self._send_json(200, asdict(server.status()))
+        elif request == ("GET", "/status"):
+            not_ready = {"not_ready": server.why_not_ready()}
+            self._send_json(200, {**asdict(server.status()), **not_ready, **server.details()})
+        elif request == ("GET", "/metrics"):
+            self._send_json(404, {"error": {"kind": "not_found", "hint": "pip install 'deltasync[metrics]'"}})
         else:
-            self._send_json(404, {"error": {"kind": "not_found", "hint": "GET /status, GET /metrics"}})
+            hint = "GET /healthz, /readyz, /status or /metrics"
+            self._send_json(404, {"error": {"kind": "not_found", "hint": hint}})
 
     do_POST = do_GET  # noqa: N815 - answered with 401 or 404
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from deltasync import blocks
 from deltasync.blocks import detect, overwrite
-from deltasync.checkpoint import mapped_layout, mapped_weights
-from deltasync.errors import CorruptError, FormatError, MismatchError, NotFoundError
+from deltasync.checkpoint import mapped_layout, mapped_weights, require_mapped
+from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.fetch import fetch_payloads
 from deltasync.feed.log import Log
 from deltasync.feed.plan import Edge, Plan
@@ -31,6 +31,7 @@ from deltasync.feed.replay import (
     with_fallback,
     zeros,
 )
+from deltasync.files import remove_abandoned_files, temporary_beside
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout
@@ -116,6 +117,20 @@ class Mirror:
         self._handoff = Handoff()
         self._is_open = path is None
 
+    def require_ours(self) -> None:
+        """InvalidInputError if something is in the place of the file or its record that no mirror has written."""
+        if self.path is None:
+            return
+        record = _record_path(self.path)
+        if os.path.lexists(record) and not _is_record(record):
+            raise InvalidInputError(
+                f"{record} exists and is not the record of a mirror",
+                hint="choose another path: the record is beside it",
+            )
+        # A mirror of an earlier release has no mark of its own.
+        if _read_record(self.path) is None:
+            require_mapped(self.path)
+
     def open(self) -> None:
         """Once, look for the mirror that an earlier process left in the file, and check it against the feed.
 
@@ -123,9 +138,11 @@ class Mirror:
         """
         if self._is_open or self.path is None:
             return
+        self.require_ours()
+        remove_abandoned_files(_record_path(self.path), _is_record)
         layout = mapped_layout(self.path)
         if layout is not None:
-            weights, record = mapped_weights(layout, self.path), _read_record(self.path)
+            weights, record = mapped_weights(layout, self.path), _read_record(self.path) or MirrorRecord()
             # The manifests are read first, so that a store that fails does not cost a digest at every attempt.
             candidates = dict(_candidates(self.log, record))
             digest = blocks.digest(weights)
@@ -149,8 +166,8 @@ class Mirror:
         the plan, or at none.
         """
         self.open()
-        if self.version == goal.version and self.digest != goal.digest:
-            logger.warning("version %d of the mirror is not that of the feed: rebuilding it", goal.version)
+        if self._has_diverged(goal):
+            logger.warning("version %s of the mirror is not that of the feed: rebuilding it", self.version)
             self.discard()
         if self.version == goal.version:
             return
@@ -160,6 +177,22 @@ class Mirror:
             self._advance(goal, require)
         finally:
             handoff.plan_s += time.perf_counter() - since - (handoff.fetch_s + handoff.decode_s - busy_s)
+
+    def _has_diverged(self, goal: Manifest) -> bool:
+        """Whether the feed has the mirror's version with another digest: it was rolled back and went on differently.
+
+        To go back to an older version is to start from nothing anyway.
+        """
+        if self.version is None or goal.version < self.version:
+            return False
+        if goal.version == self.version:
+            return goal.digest != self.digest
+        if goal.parent == self.version and goal.parent_digest == self.digest:
+            return False
+        try:
+            return self.log.read(self.version).digest != self.digest
+        except (CorruptError, FormatError, NotFoundError):
+            return False
 
     def hand_off(self) -> Handoff:
         """Return what was collected since the last hand-off, and collect what comes after the present version."""
@@ -357,23 +390,33 @@ class Mirror:
         self._record = record
         if self.path is not None:
             # The record appears whole or not at all, but is not synced: after a power cut the digest decides.
-            temporary = _record_path(self.path).with_suffix(".tmp")
-            temporary.write_bytes(record.to_bytes())
-            os.replace(temporary, _record_path(self.path))
+            with temporary_beside(_record_path(self.path)) as temporary:
+                temporary.write_bytes(record.to_bytes())
+                os.replace(temporary, _record_path(self.path))
 
 
 def _record_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
 
 
-def _read_record(path: Path) -> MirrorRecord:
+def _is_record(path: Path) -> bool:
+    """Whether a file is a record, even if it is damaged: a power cut can leave it empty."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        data = file.read(limits.MANIFEST_BYTES_MAX + 1)
+    return not data.strip(b"\0") or (data.startswith(b'{"applied":') and b'"format":"deltasync/' in data)
+
+
+def _read_record(path: Path) -> MirrorRecord | None:
+    """The record of the mirror at `path`; None if there is none that can be used."""
     try:
         return MirrorRecord.from_bytes(_record_path(path).read_bytes())
     except FileNotFoundError:
-        return MirrorRecord()
+        return None
     except (CorruptError, FormatError) as error:
         logger.warning("cannot use the record %s: %s", _record_path(path), error)
-        return MirrorRecord()
+        return None
 
 
 def _candidates(log: Log, record: MirrorRecord) -> Iterable[tuple[int, StateDigest]]:

@@ -1,10 +1,14 @@
 """The contract between a follower and its target, which serves the weights of a version."""
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
+from deltasync.errors import InvalidInputError
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Changes, Weights
@@ -48,6 +52,10 @@ class Damage:
     elements: int
 
 
+STAGED_DIGEST = "target.digest"
+"""The rule of the CorruptError of a target that has written other bits than those of the version."""
+
+
 class Target(Protocol):
     """Something that serves weights. A follower calls it from one thread at a time."""
 
@@ -66,12 +74,21 @@ class Target(Protocol):
         """Whether it reads the mirror even when it gets changes: the mirror does not read ahead then."""
         ...
 
+    @property
+    def unseen_elements(self) -> int:
+        """How many elements that depend on the weights no scrub has compared; 0 for a target whose scrub reads all."""
+        ...
+
     def require(self, layout: Layout) -> None:
         """Raise MismatchError, naming the first difference, if weights of this layout do not fit. Changes nothing."""
         ...
 
-    def stage(self, staged: Staged) -> None:
-        """Prepare a version beside the live weights. This may take long."""
+    def stage(self, staged: Staged) -> bool | None:
+        """Prepare a version beside the live weights. This may take long.
+
+        Returns True if it has read back what it wrote and found the digest of the manifest; CorruptError with the rule
+        `STAGED_DIGEST` if it found another one. The follower then gives it all weights.
+        """
         ...
 
     def commit(self, staged: Staged) -> float:
@@ -84,3 +101,83 @@ class Target(Protocol):
         A target that cannot repair has `version` None afterwards, and gets all weights.
         """
         ...
+
+
+class Gate:
+    """Keeps batches and switches of weights apart, fairly.
+
+        gate = Gate()
+        target = ModuleTarget(model, hold=gate)
+        ...
+        with gate:  # one batch: many threads may be inside at once
+            generate(model, prompts)
+
+    A switch waits for the batches that run, and for no later one: those queue behind it, and run before the next one.
+    A lock gives no such promise: a loop that takes it again at once can keep a switch waiting. A thread that is inside
+    may enter again.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._queued = 0
+        self._is_switching = False
+        self._switches = 0
+        self._own = threading.local()
+
+    def __enter__(self) -> Self:
+        depth = getattr(self._own, "depth", 0)
+        if depth == 0:
+            with self._changed:
+                self._begin()
+        self._own.depth = depth + 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._own.depth -= 1
+        if self._own.depth == 0:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def switch(self) -> Iterator[None]:
+        """Wait for the batches that run, and keep others out until the end of the block."""
+        if getattr(self._own, "depth", 0):
+            raise InvalidInputError(
+                "weights cannot be switched inside a batch, whose end the switch would wait for",
+                hint="leave the `with` block of the gate before you advance",
+            )
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_switching)
+            self._is_switching = True
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._running == 0)
+            yield
+        finally:
+            with self._changed:
+                # Those that queued are inside from now on: the next switch waits for them.
+                self._running, self._queued = self._running + self._queued, 0
+                self._is_switching = False
+                self._switches += 1
+                self._changed.notify_all()
+
+    def _begin(self) -> None:
+        """Enter, or queue behind the switch that waits or is in progress."""
+        if not self._is_switching:
+            self._running += 1
+            return
+        turn = self._switches
+        self._queued += 1
+        try:
+            self._changed.wait_for(lambda: self._switches != turn)
+        except BaseException:
+            if self._switches == turn:
+                self._queued -= 1
+            else:
+                self._running -= 1
+                self._changed.notify_all()
+            raise

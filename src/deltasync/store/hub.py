@@ -40,6 +40,9 @@ _BUCKET_ID = re.compile(rf"{_NAME}/{_NAME}", re.ASCII)
 _TRANSFER_STATUS = re.compile(r"HTTP status (?:client|server) error \(([0-9]{3})\b", re.ASCII)
 _TRANSFER_DISK_FULL = f"(os error {errno.ENOSPC})"
 _URL_QUERY = re.compile(r"\?[^\s)'\"]+")
+_URL_USER = re.compile(r"//[^/\s@]+@")
+_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{6,}|(?<=Bearer )\S+", re.ASCII)
+_HIDDEN = "[hidden]"
 _LATER = "the Hub or the network is failing, and the client has retried for a while already: retry later"
 
 
@@ -98,26 +101,33 @@ class BucketStore(Store):
         from huggingface_hub.utils import (  # type: ignore[attr-defined]
             build_hf_headers,
             hf_raise_for_status,
-            http_backoff,
+            http_stream_backoff,
         )
 
-        with self._errors("get", key):
-            # HTTP cannot request zero bytes, but a missing key must be noticed.
-            headers = {"Range": f"bytes={offset}-{offset + max(length, 1) - 1}", "Accept-Encoding": "identity"}
-            response = http_backoff(
-                "GET",
-                f"{api.endpoint}/buckets/{self._bucket_id}/resolve/{quote(self._root + key, safe='')}",
-                headers={**build_hf_headers(library_name=api.library_name), **headers},
-                timeout=RANGE_TIMEOUT_S,
-            )
+        # HTTP cannot request zero bytes, but a missing key must be noticed.
+        headers = {"Range": f"bytes={offset}-{offset + max(length, 1) - 1}", "Accept-Encoding": "identity"}
+        request = http_stream_backoff(
+            "GET",
+            f"{api.endpoint}/buckets/{self._bucket_id}/resolve/{quote(self._root + key, safe='')}",
+            headers={**build_hf_headers(library_name=api.library_name), **headers},
+            timeout=RANGE_TIMEOUT_S,
+        )
+        with self._errors("get", key), request as response:
             if response.status_code == 404 and response.headers.get("X-Error-Code") != "RepoNotFound":
                 raise self._not_found(key)
             if response.status_code == 416:
                 return b""
+            if response.status_code >= 400:
+                response.read()
             hf_raise_for_status(response)
-            content = bytes(response.content)
-        # A server may ignore the range and send the whole file.
-        return content[:length] if response.status_code == 206 else content[offset : offset + length]
+            # A server may ignore the range and send the whole file: it is read up to the end of the range.
+            start, content, at = 0 if response.status_code == 206 else offset, bytearray(), 0
+            for chunk in response.iter_bytes():
+                content += memoryview(chunk)[max(0, start - at) : max(0, start + length - at)]
+                at += len(chunk)
+                if at >= start + length:
+                    break
+        return bytes(content)
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
         require_prefix(prefix)
@@ -165,10 +175,11 @@ class BucketStore(Store):
         try:
             with _quiet:
                 yield
-        except EntryNotFoundError as error:
-            raise self._not_found(key) from error
+        except EntryNotFoundError:
+            raise self._not_found(key) from None
         except (HTTPError, OSError, RuntimeError, ValueError) as error:
-            raise self._store_error(error, f"cannot {verb} {key or 'objects'} in {self.url}", key) from error
+            # Not chained: the client's message may hold a token or a signed URL.
+            raise self._store_error(error, f"cannot {verb} {key or 'objects'} in {self.url}", key) from None
 
     def _store_error(self, error: Exception, what: str, key: str) -> StoreError:
         from huggingface_hub.errors import BucketBatchError, OfflineModeIsEnabled
@@ -179,7 +190,7 @@ class BucketStore(Store):
         status, text = _status(error), _text(error)
         if isinstance(error, BucketBatchError):
             reasons = "; ".join(f"{f.get('path')}: {f.get('error')}" for f in error.failures)
-            return permanent(f"the Hub refused {reasons}", "see the reason from the Hub")
+            return permanent(f"the Hub refused {_without_secrets(reasons)}", "see the reason from the Hub")
         if isinstance(error, OfflineModeIsEnabled):
             return permanent("the client is offline", "unset HF_HUB_OFFLINE")
         if getattr(error, "errno", None) == errno.ENOSPC or _TRANSFER_DISK_FULL in text:
@@ -221,13 +232,21 @@ def _status(error: Exception) -> int | None:
 
 
 def _text(error: Exception) -> str:
-    """The first line of the message, without the queries of URLs, which may be signed."""
+    """The first line of the message, without secrets."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError) and error.server_message:
-        return f"{' '.join(error.server_message.split())} ({error.response.status_code})"
+        message = " ".join(error.server_message.split())
+        return f"{_without_secrets(message)} ({error.response.status_code})"
     lines = str(error).strip().splitlines()
-    return _URL_QUERY.sub("", lines[0]) if lines else type(error).__name__
+    return _without_secrets(lines[0]) if lines else type(error).__name__
+
+
+def _without_secrets(text: str) -> str:
+    """The text without tokens, without the user in URLs, and without their queries, which may be signed."""
+    token = os.environ.get("HF_TOKEN", "").strip()
+    text = text.replace(token, _HIDDEN) if token else text
+    return _URL_QUERY.sub("", _URL_USER.sub("//", _TOKEN.sub(_HIDDEN, text)))
 
 
 def _is_about_content(error: Exception) -> bool:

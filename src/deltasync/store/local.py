@@ -8,14 +8,17 @@ import ctypes
 import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
-from deltasync.errors import NotFoundError, StoreError
+from deltasync.errors import InvalidInputError, NotFoundError, StoreError
 from deltasync.files import atomic_write, read_range, sync_folder, temporary_beside
 from deltasync.store.protocol import (
+    MAY_PASS,
     Capabilities,
     Data,
     ObjectInfo,
@@ -79,7 +82,11 @@ LEFTOVER_AGE_S = 86_400.0
 
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.ASCII)
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_TRANSIENT = frozenset({errno.EAGAIN, errno.EBUSY, errno.EHOSTDOWN, errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT})
+# After other errors of a write it is not known what is on disk, and a read of it proves nothing: the system reads what
+# it could not write from memory.
+_WRITE_MAY_PASS = MAY_PASS & {
+    errno.EAGAIN, errno.EBUSY, errno.EHOSTDOWN, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT
+}  # fmt: skip
 _HINTS = {
     errno.ENOSPC: "the disk is full: free some space, then retry",
     errno.EDQUOT: "the quota is used up: free some space or raise it, then retry",
@@ -92,15 +99,24 @@ _HINTS = {
     errno.EEXIST: "something else has this name: choose another place",
     errno.ENAMETOOLONG: "choose a shorter path",
     errno.EOPNOTSUPP: "this file system has neither hard links nor exclusive renames: choose another one",
+    errno.ESTALE: "check that its file system is mounted; if it was removed on purpose, restart this process",
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
+    errno.ENFILE: "too many open files on this machine: raise the limit (fs.file-max)",
+    errno.EIO: "the disk or the connection to it failed: check the system's log, then retry",
 }
 
 
 class LocalStore(Store):
-    """A folder. The first write creates it; until then it reads as empty."""
+    """A folder. The first write creates it; until then it reads as empty.
+
+    A folder that was there and is gone, as one whose file system was unmounted, does neither: StoreError.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if "\0" in os.fspath(path):
+            raise InvalidInputError(f"{os.fspath(path)!r:.200} cannot be a path", hint="leave out the null character")
         self._root = Path(os.path.abspath(path))
+        self._root_inode: int | None = None
         self._prepared: set[Path] = set()
 
     def __repr__(self) -> str:
@@ -136,13 +152,13 @@ class LocalStore(Store):
 
     def get(self, key: str) -> bytes:
         path = self._path(key)
-        with self._errors("get", key), self._absence(key), path.open("rb", buffering=0) as file:
+        with self._errors("get", key), self._absence(key), _open_file(path) as file:
             return file.readall()
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         require_range(key, offset, length)
         path = self._path(key)
-        with self._errors("get", key), self._absence(key), path.open("rb", buffering=0) as file:
+        with self._errors("get", key), self._absence(key), _open_file(path) as file:
             wanted = max(0, min(length, os.fstat(file.fileno()).st_size - offset))
             return read_range(file.fileno(), offset, wanted)
 
@@ -170,6 +186,7 @@ class LocalStore(Store):
 
         A folder that exists may have been created by another writer a moment ago, so it is synced as well.
         """
+        self._require_root()
         if folder in self._prepared and folder.is_dir():
             return
         between = [above for above in folder.parents if above.is_relative_to(self._root)]
@@ -177,11 +194,22 @@ class LocalStore(Store):
             _make_folder(path)
         _remove_leftovers(folder)
         self._prepared.add(folder)
+        self._root_inode = os.stat(self._root).st_ino
+
+    def _require_root(self) -> None:
+        """OSError if the folder was there and is gone, or is another one that is empty: the one below a mount."""
+        if self._root_inode is None or (inode := _inode(self._root)) == self._root_inode:
+            return
+        if inode is None or not any(self._root.iterdir()):
+            raise OSError(errno.ESTALE, "the folder was there and is gone")
+        self._root_inode = inode
 
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
         """The objects below a folder (its key, without the last slash), in the order of their whole keys."""
         with self._errors("list", folder):
             entries = _entries(self._root / folder)
+            if not entries:
+                self._require_root()
         start = f"{folder}/" if folder else ""
         # The keys below a folder `a` begin with `a/`: it sorts after `a-b` and `a.b`, and before `a0`.
         for name, entry in entries:
@@ -193,48 +221,72 @@ class LocalStore(Store):
             elif key.startswith(prefix) and key > after and is_key(key):
                 with self._errors("list", key):
                     try:
-                        stat = entry.stat()
+                        status = entry.stat()
                     except FileNotFoundError:
                         # It was deleted after its folder was read.
                         continue
-                yield ObjectInfo(key, stat.st_size, stat.st_mtime)
+                if stat.S_ISREG(status.st_mode):
+                    yield ObjectInfo(key, status.st_size, status.st_mtime)
 
     @contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise _store_error(error, f"cannot {verb} {key or 'objects'} in {self._root}", key) from error
+            transient = error.errno in (MAY_PASS if verb in ("get", "list") else _WRITE_MAY_PASS)
+            otherwise = "retry" if transient else "check the system's log, the disk and the mount"
+            raise StoreError(
+                f"cannot {verb} {key or 'objects'} in {self._root}: {error.strerror}",
+                transient=transient,
+                hint=_HINTS.get(error.errno or 0, otherwise),
+                key=key,
+            ) from error
 
     @contextmanager
     def _absence(self, key: str) -> Iterator[None]:
         try:
             yield
         except _ABSENT as error:
+            self._require_root()
             raise NotFoundError(f"there is no {key} in {self._root}", key=key) from error
+        if self._root_inode is None:
+            self._root_inode = _inode(self._root)
 
 
-def _store_error(error: OSError, what: str, key: str) -> StoreError:
-    code = 0 if error.errno is None else error.errno
-    transient = code in _TRANSIENT
-    otherwise = "retry" if transient else "check the system's log, the disk and the mount"
-    hint = _HINTS.get(code, otherwise)
-    return StoreError(f"{what}: {error.strerror}", transient=transient, hint=hint, key=key)
+def _open_file(path: Path) -> FileIO:
+    """Open an object. Anything but a file counts as absent; to open a FIFO does not wait for its other end."""
+    try:
+        file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)), "rb")
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise FileNotFoundError(errno.ENOENT, "it is a socket", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise FileNotFoundError(errno.ENOENT, "it is not a file", str(path))
+    return file
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except _ABSENT:
+        return None
 
 
 def _make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, and wait until its name is on disk."""
-    made = not path.is_dir()
-    if made:
-        if not path.parent.is_dir():
-            _make_folder(path.parent)
-        path.mkdir(exist_ok=True)
-    try:
-        sync_folder(path.parent)
-    except PermissionError:
-        # The folder existed, below one that this user may not read.
-        if made:
-            raise
+    """Create a folder and its missing parents, and wait until their names are on disk."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+    if not missing:
+        # The folder may be below one that this user may not read.
+        with suppress(PermissionError):
+            sync_folder(path.parent)
 
 
 def _remove_leftovers(folder: Path) -> None:

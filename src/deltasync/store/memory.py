@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from deltasync.errors import NotFoundError
 from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store, require_key, require_prefix, require_range
@@ -11,8 +11,9 @@ from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store, requ
 class MemoryStore(Store):
     """A dict with a lock. It copies what is put, and keeps no buffer of a caller."""
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", *, clock: Callable[[], float] = time.time) -> None:
         self._url = f"memory://{name}"
+        self._clock = clock
         self._lock = threading.Lock()
         self._objects: dict[str, tuple[bytes, float]] = {}
 
@@ -31,7 +32,7 @@ class MemoryStore(Store):
         require_key(key)
         copied = bytes(data)
         with self._lock:
-            self._objects[key] = (copied, time.time())
+            self._objects[key] = (copied, self._clock())
 
     def create(self, key: str, data: Data) -> bool:
         require_key(key)
@@ -39,7 +40,7 @@ class MemoryStore(Store):
         with self._lock:
             if key in self._objects:
                 return False
-            self._objects[key] = (copied, time.time())
+            self._objects[key] = (copied, self._clock())
             return True
 
     def get(self, key: str) -> bytes:

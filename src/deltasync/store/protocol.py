@@ -5,6 +5,7 @@ translates the errors of its client into those of `deltasync.errors`; `deltasync
 this contract.
 """
 
+import errno
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,14 @@ from typing import Protocol, Self
 from deltasync.errors import InvalidInputError
 
 Data = bytes | bytearray | memoryview
+
+MAY_PASS = frozenset({
+    errno.EAGAIN, errno.EBUSY, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTDOWN,
+    errno.EHOSTUNREACH, errno.EINTR, errno.EIO, errno.EMFILE, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH,
+    errno.ENFILE, errno.ENOBUFS, errno.ENOLCK, errno.ENOMEM, errno.ENOTCONN, errno.EPIPE, errno.ESHUTDOWN, errno.ESTALE,
+    errno.ETIMEDOUT,
+})  # fmt: skip
+"""Codes of an OSError after which a retry may help: a disk, a network or a machine that is short of something now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def open_remote(url: str) -> "RemoteStore":
         )
     names = [name for name in parts.path.split("/") if name]
     if not parts.netloc or any(name in (".", "..") for name in names):
-        raise InvalidInputError(f"{url!r:.200} names no bucket", hint=f"use {scheme}://bucket/prefix")
+        raise InvalidInputError(f"the {scheme}:// URL names no bucket", hint=f"use {scheme}://bucket/prefix")
     place = "/".join([f"{scheme}://{parts.netloc}", *names])
     kind = KINDS[scheme]
     account = read_account(kind)
@@ -215,8 +215,14 @@ class RemoteStore(Store):
                 return b"", 0, None
             if not is_not_partial(error):
                 raise
-        whole = obstore.get(client, key).bytes().to_bytes()
-        return whole[start:end], len(whole), None
+        # The server sends the whole object: it is read up to the end of the range, and only the range is kept.
+        whole, content, at = obstore.get(client, key), bytearray(), 0
+        for chunk in whole.stream():
+            content += memoryview(chunk)[max(0, start - at) : max(0, end - at)]
+            at += len(chunk)
+            if at >= end:
+                break
+        return bytes(content), whole.meta["size"], None
 
     def _listed(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
         """List from a safe offset on and filter: a server may only know prefixes that are whole folders."""

@@ -4,12 +4,14 @@ obstore has few error classes, and has the status and the code of a response onl
 parses it. Only the status, the code and the reason are passed on, because the rest may hold parts of a signed request.
 """
 
+import os
 import re
 from dataclasses import dataclass
 
 from obstore import exceptions
 
 from deltasync.errors import DeltasyncError, NotFoundError, StoreError
+from deltasync.store.protocol import MAY_PASS
 
 CLIENT_ERRORS = (exceptions.BaseError, OSError)
 
@@ -17,6 +19,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,80})</Code>|\(code: ([A-Za-z0-9]{1,80})\)")
 _ORIGIN = re.compile(r"performing [A-Z]+ (https?://[^/?\s@]+)")
 _REASON = re.compile(r'(?:message|error): "([^"]{1,200})"')
+_OS_ERROR = re.compile(r"(?:\(os error |\[Errno )(\d{1,4})[)\]]")
 _BROKEN = re.compile(r"kind: (?:Connect|Request|Timeout|Interrupted|Decode|Body)\b|error decoding response body")
 
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified (?:container|bucket) does not exist")
@@ -73,7 +76,8 @@ def _refusal(error: Exception) -> _Diagnosis | None:
     if status == "507" or code in _FULL:
         return _Diagnosis(f"the store is full ({detail})", "free some space or raise the quota, then go on")
     if code in _WRONG_CLOCK:
-        return _Diagnosis(f"the clocks disagree ({detail})", "set the clock of this machine")
+        # After a sleep the clock is late until it is set, and a request that slept is too old: both pass.
+        return _Diagnosis(f"the clocks disagree ({detail})", "set the clock of this machine, then retry", True)
     if _WRONG_REGION.search(text) is not None:
         return _Diagnosis(f"the bucket is in another region ({detail})", "set AWS_REGION to the bucket's region")
     if code in _WRONG_LOGIN or status == "401" or isinstance(error, exceptions.UnauthenticatedError):
@@ -100,17 +104,19 @@ def _response(error: Exception) -> _Diagnosis | None:
 def _silence(error: Exception) -> _Diagnosis:
     """There was no response: the connection or the client failed."""
     whole = str(error)
-    reason = _REASON.search(whole)
+    said = _REASON.search(whole)
     if "InvalidCertificate" in whole:
         return _Diagnosis("its certificate is not trusted", "name that of its authority in AWS_CA_BUNDLE")
     if _BROKEN.search(whole) is not None:
         origin = _ORIGIN.search(whole)
         where = "the store" if origin is None else origin[1]
-        why = "no response" if reason is None else reason[1]
+        why = "no response" if said is None else said[1]
         return _Diagnosis(f"{where} cannot be reached: {why}", "check the endpoint and the network, then retry", True)
-    return _Diagnosis(
-        type(error).__name__ if reason is None else reason[1], "check the URL and the settings of the store"
-    )
+    code = _OS_ERROR.search(whole)
+    if code is not None and int(code[1]) in MAY_PASS:
+        reason = os.strerror(int(code[1]))
+        return _Diagnosis(reason, "check the network and the limits of this machine, then retry", True)
+    return _Diagnosis(type(error).__name__ if said is None else said[1], "check the URL and the settings of the store")
 
 
 def _message(error: Exception) -> str:

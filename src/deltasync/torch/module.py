@@ -9,31 +9,40 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltasync.errors import InvalidInputError
+from deltasync.arguments import described
+from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.format.layout import Layout
 from deltasync.format.weights import Bits, Weights, tensor_parts
-from deltasync.replica.target import Damage, Staged
-from deltasync.torch.tensors import TorchState, as_bits, bits_type, host_bits, layout_of, named_tensors
+from deltasync.replica.target import Damage, Gate, Staged
+from deltasync.torch.tensors import TorchState, as_bits, bits_type, host_bits, layout_of, named_tensors, torch_dtype
 
+_METHODS = {torch.bfloat16: "bfloat16", torch.float16: "half", torch.float32: "float", torch.float64: "double"}
 _SIGNED = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 class ModuleTarget:
     """Tensors of any strides on any device, under the names of the checkpoint; nothing is ever cast.
 
-    `hold` is entered while weights are overwritten: a lock that the generating loop holds for each forward pass, or
-    any other context manager that can be entered many times.
+    `hold` keeps the generating loop out while weights are overwritten: a `Gate`, which the loop enters for each batch,
+    a lock, or any other context manager that can be entered many times.
     """
 
-    def __init__(self, module: TorchState, *, hold: AbstractContextManager[object] | None = None) -> None:
+    def __init__(self, module: TorchState, *, hold: Gate | AbstractContextManager[object] | None = None) -> None:
+        if hold is not None and not isinstance(hold, AbstractContextManager):
+            hint = "use a deltasync.Gate or a lock; None if nothing reads the weights meanwhile"
+            raise InvalidInputError(f"hold must be a context manager, not {described(hold)}", hint=hint)
         self._module = module
-        self._hold: AbstractContextManager[object] = nullcontext() if hold is None else hold
+        self._hold = hold
         self._version: int | None = None
         self._writes: list[_Write] | None = None
 
     @property
     def reads_mirror(self) -> bool:
         return False
+
+    @property
+    def unseen_elements(self) -> int:
+        return 0
 
     @property
     def engine(self) -> str:
@@ -69,7 +78,7 @@ class ModuleTarget:
         writes, self._writes = self._writes, None
         if writes is None:
             raise InvalidInputError(f"version {staged.version} was not staged", hint="call stage first")
-        with self._hold:
+        with self._holding():
             since = time.perf_counter()
             self._version = None
             _perform(writes)
@@ -87,9 +96,14 @@ class ModuleTarget:
                 damages.append(Damage(spec.name, elements))
                 writes.append(_Write(live[ordinal], None, _as_torch(wanted)))
         if writes and repair:
-            with self._hold:
+            with self._holding():
                 _perform(writes)
         return damages
+
+    def _holding(self) -> AbstractContextManager[object]:
+        if self._hold is None:
+            return nullcontext()
+        return self._hold.switch() if isinstance(self._hold, Gate) else self._hold
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,8 +151,30 @@ def _as_torch(bits: Bits) -> torch.Tensor:
 
 
 def _in_order(tensors: dict[str, torch.Tensor], layout: Layout) -> list[torch.Tensor]:
-    layout_of(tensors).require_equal(layout, ours="the module", theirs="the feed")
+    ours = layout_of(tensors)
+    try:
+        ours.require_equal(layout, ours="the module", theirs="the feed")
+    except MismatchError as error:
+        raise _explained(error, ours, layout) from None
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise InvalidInputError(f"tensor {name!r:.200} has no data: it is on the device meta", hint="load it first")
     return [tensors[spec.name] for spec in layout.tensors]
+
+
+def _explained(error: MismatchError, ours: Layout, theirs: Layout) -> MismatchError:
+    """The error, with a hint that names the cast, if the tensors differ in nothing but their floating-point types."""
+    types = {spec.name: spec.dtype for spec in theirs.tensors}
+    same = [(spec.name, spec.shape) for spec in ours.tensors] == [(spec.name, spec.shape) for spec in theirs.tensors]
+    others = {types[spec.name] for spec in ours.tensors if same and types[spec.name] != spec.dtype}
+    wanted = {torch_dtype(dtype) for dtype in others}
+    if len(wanted) != 1 or not all(dtype.is_floating_point for dtype in wanted):
+        return error
+    (dtype,) = wanted
+    method = _METHODS.get(dtype)
+    cast = f"module.to({dtype})" if method is None else f"module.{method}()"
+    return MismatchError(
+        error.message,
+        rule=error.rule,
+        hint=f"nothing is ever cast: call {cast} before you follow, or publish with the type of the module",
+    )

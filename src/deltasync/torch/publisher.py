@@ -7,11 +7,14 @@ from typing import Self
 
 import torch
 
+from deltasync import arguments
 from deltasync.errors import InvalidInputError
 from deltasync.format.layout import TensorSpec
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Bits
+from deltasync.parallel import ProcessBound
 from deltasync.store import Feed, opened
+from deltasync.torch.companions import is_pretrained, model_files, saved_files
 from deltasync.torch.device import DeviceCapture
 from deltasync.torch.tensors import (
     NamedTensors,
@@ -21,24 +24,37 @@ from deltasync.torch.tensors import (
     element_type,
     host_bits,
     named_tensors,
+    require_dtype,
+    unwrapped,
 )
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 
 
-class TorchPublisher:
+class TorchPublisher(ProcessBound):
     """A context manager that is closed at its end. A store that was given by its URL or path is closed with it."""
 
     def __init__(self, feed: Feed, *, dtype: torch.dtype | None, options: PublisherOptions) -> None:
+        super().__init__()
+        if dtype is not None:
+            require_dtype(dtype)
+        arguments.instance("options", options, PublisherOptions)
         self._resources = ExitStack()
         self._store = self._resources.enter_context(opened(feed))
         self._dtype = dtype
         self._options = options
         self._on_device = DeviceCapture() if options.capture_on == "device" else None
 
+    def _files(self, weights: object) -> tuple[dict[str, bytes], dict[str, bytes]]:
+        """The files beside the weights: those that were asked for, and those that come with a model."""
+        given = {**saved_files(self._options.processing_class), **self._options.files}
+        module = unwrapped(weights) if isinstance(weights, torch.nn.Module) else None
+        return given, {} if module is None or not is_pretrained(module) else model_files(module, dtype=self._dtype)
+
     def close(self) -> None:
-        """Finish what is in flight, anchors included, and release the feed."""
-        self._resources.close()
+        """Finish what is in flight, anchors included, and release the feed. In a forked process this does nothing."""
+        if self._is_here():
+            self._resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -85,9 +101,15 @@ class Publisher(TorchPublisher):
 
         Returns once what changed is captured: the weights may change again. `anchor` requests an anchor in addition.
         `extra` is metadata of your own, which the manifest carries.
+        Of a model of transformers, the configuration and the generation configuration go beside the first version.
         InvalidInputError, naming the tensor, if the tensors are not those of the feed.
         """
+        self._require_here()
+        if self._feed.needs_files:
+            self._feed.files, self._feed.default_files = self._files(weights)
         if not isinstance(weights, torch.nn.Module | Mapping):
+            if isinstance(weights, torch.Tensor | str | bytes) or not isinstance(weights, Iterable):
+                raise _not_weights(arguments.described(weights))
             return self._feed.publish_each(self._bits_of(weights), step=step, anchor=anchor, extra=extra)
         tensors = named_tensors(weights)
         devices = {tensor.device for tensor in tensors.values()}
@@ -114,10 +136,21 @@ class Publisher(TorchPublisher):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything that was published is committed or has failed; False on timeout."""
+        self._require_here()
         return self._feed.wait(timeout_s)
 
     def _bits_of(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[TensorSpec, Bits]]:
-        for name, tensor in tensors:
+        for item in tensors:
+            if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor)):
+                raise _not_weights(f"an iterator of {arguments.described(item)}")
+            name, tensor = item
             cast = tensor.detach().to(dtype_of(tensor, self._dtype))
             spec = TensorSpec(name, element_type(name, cast.dtype), tuple(cast.shape))
             yield spec, host_bits(cast, spec.dtype)
+
+
+def _not_weights(what: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"weights must be a module, a state dict, or pairs of a name and a tensor, not {what}",
+        hint="give the model itself",
+    )

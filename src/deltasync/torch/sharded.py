@@ -1,96 +1,35 @@
 """`ShardedPublisher`: every rank of a sharded trainer publishes its own shard; together they commit one version."""
 
-import math
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from deltasync import blocks
-from deltasync.checkpoint import open_checkpoint
-from deltasync.errors import CorruptError, InvalidInputError
+from deltasync import arguments
+from deltasync.errors import InvalidInputError
 from deltasync.feed.plan import plan
-from deltasync.feed.replay import restore
 from deltasync.feed.writer import Writer
-from deltasync.format.digest import layout_digest
+from deltasync.files import make_folder
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.weights import Changes, Weights
 from deltasync.store import Feed
-from deltasync.store.protocol import Store
 from deltasync.torch.publisher import TorchPublisher
-from deltasync.torch.ranks import Ranks, owned
+from deltasync.torch.ranks import TorchRanks, owned
 from deltasync.torch.tensors import TorchState, TorchWeights, layout_of, named_tensors, unwrapped
 from deltasync.trainer.anchoring import AnchorBacklog, Anchors
 from deltasync.trainer.capture import Shadow, capture, copy_into, lock_shadow, require_same, shadow_weights
 from deltasync.trainer.events import Publication
+from deltasync.trainer.exit import finish_at_exit
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
 from deltasync.trainer.publisher import PublisherOptions, require_layout
+from deltasync.trainer.ranks import Ranks, resume
 from deltasync.trainer.shards import Box, Shards, ShardWeights
-from deltasync.trainer.version import Metadata, VersionWriter, require_extra
-
-SENT_ELEMENTS = 1 << 24
-"""Elements that are sent at a time."""
-
-
-def resume(
-    ranks: Ranks,
-    store: Store,
-    head: Manifest,
-    weights: Weights,
-    shards: Shards,
-    *,
-    folder: Path | None,
-) -> None:
-    """Bring the weights of every rank to the head, unless the files under `folder` hold them already."""
-
-    def is_at_head() -> bool:
-        with ranks.report_errors():
-            mine = blocks.digest(weights) - layout_digest(weights.layout)
-        return ranks.agree("the head", mine, lambda deltas: sum(deltas, layout_digest(shards.layout)) == head.digest)
-
-    if folder is not None and is_at_head():
-        return
-    with ExitStack() as stack:
-        with ranks.report_errors():
-            source = stack.enter_context(_restored(store, head, folder)) if ranks.rank == 0 else None
-        ranks.agree("the head", None, lambda _: None)
-        _hand_out(ranks, source, weights, shards)
-    if not is_at_head():
-        raise CorruptError(
-            f"the weights of all ranks together do not have the digest of version {head.version}",
-            rule="shadow.digest",
-            version=head.version,
-            hint="the memory or network of these machines may be faulty: start again",
-        )
-
-
-@contextmanager
-def _restored(store: Store, head: Manifest, folder: Path | None) -> Iterator[Weights]:
-    """All weights of a version, in mapped files that are deleted at the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="deltasync-", dir=folder) as temporary:
-        out = Path(temporary) / "head"
-        restore(store, out, version=head.version)
-        yield open_checkpoint(out).weights
-
-
-def _hand_out(ranks: Ranks, source: Weights | None, weights: Weights, shards: Shards) -> None:
-    """Send the rows of all tensors from rank 0, which has the source; every rank keeps its own elements of them."""
-    for ordinal, box in enumerate(shards.boxes):
-        dtype, row = weights.layout.tensors[ordinal].dtype.bits_dtype, math.prod(box.shape[1:])
-        step = max(1, SENT_ELEMENTS // max(1, row))
-        for first in range(0, box.shape[0] if row else 0, step):
-            rows = np.empty(min(step, box.shape[0] - first) * row, dtype)
-            if source is not None:
-                rows[:] = source.arrays[ordinal][first * row : first * row + len(rows)]
-            ranks.share(rows)
-            if box.elements:
-                box.copy_rows(weights.arrays[ordinal], rows, first)
+from deltasync.trainer.version import Metadata, VersionWriter
 
 
 class ShardedPublisher(TorchPublisher):
@@ -119,7 +58,7 @@ class ShardedPublisher(TorchPublisher):
         options: PublisherOptions = PublisherOptions(),
     ) -> None:
         super().__init__(feed, dtype=dtype, options=options)
-        self._timeout_s = timeout_s
+        self._timeout_s = arguments.seconds("timeout_s", timeout_s, is_zero_allowed=False)
         self._writer = Writer(self._store, require_fencing=options.require_fencing)
         self._shadow_folder = None if options.shadow_path is None else Path(options.shadow_path)
         self._shadow_lock: ExitStack | None = None
@@ -146,6 +85,7 @@ class ShardedPublisher(TorchPublisher):
         Returns once the publication before is complete and what changed is captured: the weights may change again.
         `anchor`, on rank 0, requests an anchor in addition. `extra`, on rank 0, is metadata that the manifest carries.
         """
+        self._require_here()
         if self._is_closed or self._failed is not None:
             problem = "is closed" if self._failed is None else f"has stopped: {self._failed}"
             raise InvalidInputError(f"this publisher {problem}", hint="open a new one") from self._failed
@@ -157,11 +97,10 @@ class ShardedPublisher(TorchPublisher):
         pipeline.require_running()
         if anchor:
             pipeline.anchors.request()
-        own = {} if extra is None else dict(extra)
         with pipeline.shadow.lock:
             try:
                 with opened.ranks.report_errors():
-                    require_extra(own)
+                    metadata = Metadata.of(step, extra)
                     captured = self._capture(opened, weights)
             except BaseException as error:
                 # The other ranks stop as well: what they would publish next is not what this one would.
@@ -169,12 +108,12 @@ class ShardedPublisher(TorchPublisher):
                 raise
             held_s = time.perf_counter() - started
             if captured is not None:
-                return pipeline.submit(captured, step=step, extra=own, held_s=held_s)
-            metadata = Metadata(step=step, files=opened.files, extra=own)
+                return pipeline.submit(captured, metadata, held_s=held_s)
             return pipeline.start(FirstVersion(base=self._options.base, metadata=metadata), held_s=held_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything that was published is committed or has failed; False on timeout."""
+        self._require_here()
         return self._opened is None or self._opened.pipeline.wait_idle(timeout_s)
 
     def close(self) -> None:
@@ -221,7 +160,8 @@ class ShardedPublisher(TorchPublisher):
             if self._shadow_lock is None:
                 self._shadow_lock = self._resources.enter_context(lock_shadow(path))
             room = shadow_weights(shards.local, path)
-        state = ranks.agree("to this feed", shards.local.elements, lambda counts: self._open_feed(layout, sum(counts)))
+        decide = partial(self._open_feed, weights, layout)
+        state = ranks.agree("to this feed", shards.local.elements, decide)
         # All ranks are one writer: each of them can recognize its versions.
         self._writer.id = state.writer
         shadow = Shadow(ShardWeights(shards.local, room.arrays, shards), state.head)
@@ -237,37 +177,44 @@ class ShardedPublisher(TorchPublisher):
             backlog=state.backlog,
             observer=options.observer,
         )
-        pipeline = Pipeline(versions, shadow, anchors, observer=options.observer)
+        pipeline = Pipeline(versions, shadow, anchors, files=state.files, observer=options.observer)
         self._resources.callback(pipeline.close)
-        return _Opened(pipeline, ranks, shards, state.files)
+        finish_at_exit(pipeline, options.exit_s)
+        return _Opened(pipeline, ranks, shards)
 
     def _join_groups(self) -> tuple[Ranks, Ranks]:
         """The groups of ranks for versions and for anchors, joined at the first call."""
         if self._groups is None:
-            self._groups = Ranks.open(timeout_s=self._timeout_s), Ranks.open(timeout_s=self._timeout_s)
+            self._groups = TorchRanks.open(timeout_s=self._timeout_s), TorchRanks.open(timeout_s=self._timeout_s)
             for ranks in self._groups:
                 self._resources.callback(ranks.close)
             self._resources.callback(self._writer.close)
         return self._groups
 
-    def _open_feed(self, layout: Layout, elements: int) -> "_FeedState":
-        """On rank 0 only."""
+    def _open_feed(self, weights: TorchState, layout: Layout, counts: Sequence[int]) -> "_FeedState":
+        """On rank 0 only. `counts`: how many elements each rank has."""
+        elements = sum(counts)
         if elements != layout.elements:
             raise InvalidInputError(
                 f"the ranks have {elements} elements together, the model has {layout.elements}",
                 hint="all ranks must have all tensors, and the mesh of each DTensor on rank 0 must have rank 0 in it",
             )
+        if self._options.must_exist:
+            self._writer.log.require_head()
         head = self._writer.open()
+        versions = VersionWriter(writer=self._writer, layout=layout, retry_s=self._options.retry_s)
+        if head is not None:
+            require_layout(self._writer.log, head, layout)
+        given, defaults = self._files(weights)
+        files = versions.put_files(given, head, defaults=defaults)
         if head is None:
-            versions = VersionWriter(writer=self._writer, layout=layout, retry_s=self._options.retry_s)
-            return _FeedState(self._writer.id, None, versions.put_files(self._options.files), None)
-        require_layout(self._writer.log, head, layout)
-        return _FeedState(self._writer.id, head, head.files, AnchorBacklog.of(plan(self._writer.log, head)))
+            return _FeedState(self._writer.id, None, files, None)
+        return _FeedState(self._writer.id, head, files, AnchorBacklog.of(plan(self._writer.log, head)))
 
     def _shadow_file(self, ranks: Ranks) -> Path | None:
         if self._shadow_folder is None:
             return None
-        self._shadow_folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._shadow_folder)
         return self._shadow_folder / f"shadow-{ranks.rank:05d}-of-{ranks.size:05d}.safetensors"
 
 
@@ -288,4 +235,3 @@ class _Opened:
     pipeline: Pipeline
     ranks: Ranks
     shards: Shards
-    files: PayloadRef | None

@@ -115,6 +115,15 @@ def element_type(name: str, dtype: torch.dtype) -> DType:
     return DTYPES[known]
 
 
+def require_dtype(dtype: object) -> None:
+    """InvalidInputError unless floating-point weights can be published as this type."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or _NAMES.get(dtype) not in DTYPES:
+        raise InvalidInputError(
+            f"dtype must be a floating-point type of torch that can be published, not {dtype!r:.80}",
+            hint="torch.bfloat16, for example; None publishes weights as they are",
+        )
+
+
 def torch_dtype(dtype: DType) -> torch.dtype:
     """The type of torch for an element type of the format."""
     return next(known for known, name in _NAMES.items() if name == dtype.name)

@@ -5,17 +5,17 @@ no delta waits for an anchor.
 """
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+import threading
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
 
-import numpy as np
-
-from deltasync.blocks import Changed
+from deltasync.blocks import Changed, put_back
 from deltasync.errors import InvalidInputError
 from deltasync.feed.plan import Plan
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Bits, Region, Runs
+from deltasync.format.weights import Region, Runs
+from deltasync.parallel import Pool
 from deltasync.trainer.capture import Shadow
 from deltasync.trainer.events import AnchorProgress, Observer, log_observer_error
 from deltasync.trainer.version import CommittedVersion, VersionWriter
@@ -69,10 +69,6 @@ class AnchorBacklog:
         """The sum of this backlog and of what was committed later."""
         return replace(self, delta_bytes=self.delta_bytes + later.delta_bytes, versions=self.versions + later.versions)
 
-    def is_due(self, policy: AnchorPolicy) -> bool:
-        """Whether a new anchor should be written."""
-        return policy.is_due(delta_bytes=self.delta_bytes, anchor_bytes=self.anchor_bytes, versions=self.versions)
-
 
 def _anchor_bytes(manifest: Manifest) -> int:
     """The size of an anchor. A base has none, so it is estimated: about 1.3 bytes for an element of two."""
@@ -100,20 +96,8 @@ class PastWeights:
             region = self._shadow.weights.region(runs)
             bits = region.gather()
             replaced = list(self._replaced)
-        # The oldest last: an element that changed twice gets the bits that it had first.
-        for changed in reversed(replaced):
-            self._put_back(bits, runs, changed)
+        put_back(self.layout, runs, bits, replaced)
         return region.holding(bits)
-
-    def _put_back(self, bits: Bits, runs: Runs, changed: Changed) -> None:
-        begin = 0
-        for ordinal, first, count in runs.tolist():
-            name = self.layout.tensors[ordinal].name
-            if name in changed:
-                indices, values = changed[name]
-                lo, hi = np.searchsorted(indices, (first, first + count))
-                bits[indices[lo:hi].astype(np.int64) - first + begin] = values[lo:hi]
-            begin += count
 
 
 class Anchors:
@@ -132,7 +116,8 @@ class Anchors:
         self._shadow = shadow
         self._policy = policy
         self._observer = observer
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-anchor")
+        self._pool = Pool(1, "deltasync-anchor")
+        self._idle = threading.Condition(shadow.lock)
         self._past: list[PastWeights] = []
         self._is_requested = False
         self._backlog = AnchorBacklog() if backlog is None else backlog
@@ -160,7 +145,7 @@ class Anchors:
             self._backlog = self._backlog.after(manifest)
             if manifest.kind == "anchor":
                 self._is_requested = False
-            if self._past or not (self._is_requested or self._backlog.is_due(self._policy)):
+            if self._past or not (self._is_requested or self._policy.is_due(**asdict(self._backlog))):
                 return False
             self._settled = self._is_requested, self._backlog
             self._is_requested = False
@@ -173,6 +158,15 @@ class Anchors:
         self._past.append(past)
         done = self._pool.submit(self._versions.add_anchor, manifest, past, progress=AnchorProgress(manifest.version))
         self._pool.submit(self._finish, past, done).add_done_callback(log_observer_error)
+
+    def start(self) -> None:
+        """Start the worker thread."""
+        self._pool.start()
+
+    def wait_idle(self, timeout_s: float | None = None) -> bool:
+        """Wait until no anchor is being written; False on timeout."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._past, timeout_s)
 
     def close(self) -> None:
         """Wait for an anchor that is being written."""
@@ -188,6 +182,7 @@ class Anchors:
                 was_requested, backlog = self._settled
                 self._is_requested = self._is_requested or was_requested
                 self._backlog = backlog.plus(self._backlog)
+            self._idle.notify_all()
         if error is not None:
             # The feed is complete without it.
             logger.error("the anchor was not written, the next version gets one: %s", error)

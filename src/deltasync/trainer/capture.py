@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.blocks import detect, layout_runs, regroup
-from deltasync.checkpoint import mapped_weights
+from deltasync.checkpoint import mapped_weights, require_mapped
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.feed.replay import zeros
 from deltasync.files import locked
@@ -187,9 +187,13 @@ class Shadow:
 
 
 def lock_shadow(path: Path | None) -> ExitStack:
-    """Keep other processes from using a mapped shadow until it is closed; InvalidInputError if one of them uses it."""
+    """Keep other processes from using a mapped shadow until it is closed.
+
+    InvalidInputError if one of them uses it, or if something else is at the path.
+    """
     held = ExitStack()
     if path is not None:
+        require_mapped(path)
         held.enter_context(locked(path))
     return held
 
@@ -197,9 +201,13 @@ def lock_shadow(path: Path | None) -> ExitStack:
 def shadow_weights(layout: Layout, path: Path | None) -> Weights:
     """Memory for a shadow: zeros, or the mapped file at `path`, which is created if it is missing.
 
-    A file of another layout is replaced. The caller must check that its bits are those of a version.
+    A shadow of another layout is replaced, and anything else that is there is refused: InvalidInputError. The caller
+    must check that the bits are those of a version.
     """
-    return zeros(layout) if path is None else mapped_weights(layout, path)
+    if path is None:
+        return zeros(layout)
+    require_mapped(path)
+    return mapped_weights(layout, path)
 
 
 _HINT = "publish the same tensors every time; another model needs a new feed, or `deltasync publish --anchor`"

@@ -6,17 +6,17 @@ from contextlib import closing
 from dataclasses import replace
 
 from deltasync import blocks
+from deltasync.arguments import instance, local_path, optional_path
 from deltasync.checkpoint import Checkpoint, companion_files, open_checkpoint
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.feed.replay import load
 from deltasync.feed.writer import Writer
-from deltasync.format.companions import write_files
-from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
+from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.payload import Block
 from deltasync.format.weights import Weights
 from deltasync.parallel import Progress, counting
 from deltasync.store import Feed, opened
-from deltasync.trainer.version import Metadata, VersionWriter, require_extra
+from deltasync.trainer.version import Metadata, VersionWriter
 
 _Path = str | os.PathLike[str]
 
@@ -30,7 +30,9 @@ def publish(
     anchor: bool = False,
     base: BaseRef | None = None,
     extra: Mapping[str, str] | None = None,
+    trust_code: bool = False,
     require_fencing: bool = False,
+    must_exist: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
     """Commit the weights of a checkpoint as the next version, and return its manifest.
@@ -39,14 +41,21 @@ def publish(
     `anchor`: add all weights, for replicas that join late; with other tensors than before, in place of a change.
     `base`: the feed is new, and every replica has this checkpoint under that name: no weights are uploaded.
     `extra`: metadata of your own, which the manifest carries.
+    `trust_code`: also publish files of the folder that can run code when it is loaded, such as `modeling.py`.
+    `must_exist`: raise NotFoundError if the feed has no version yet, instead of starting a new one.
 
-    ConflictError if another writer committed first: none of its objects is touched; call this again to publish on top.
+    A new feed begins with version 0. ConflictError if another writer committed first: none of its objects is touched;
+    call this again to publish on top.
     """
-    metadata = Metadata(step=step, extra={} if extra is None else extra)
-    require_extra(metadata.extra)
-    source = open_checkpoint(checkpoint)
-    new = source.weights
+    metadata = Metadata.of(step, extra)
+    if base is not None:
+        instance("base", base, BaseRef, hint='use BaseRef("Qwen/Qwen3-0.6B", revision), from deltasync')
+    parent = optional_path("parent", parent)
+    source = open_checkpoint(local_path("checkpoint", checkpoint))
+    new, files = source.weights, companion_files(source, trust_code=trust_code)
     with opened(feed) as store, closing(Writer(store, require_fencing=require_fencing)) as writer:
+        if must_exist:
+            writer.log.require_head()
         head = writer.open()
         versions = VersionWriter(writer=writer, layout=new.layout)
         if base is not None:
@@ -55,16 +64,16 @@ def publish(
                     f"the feed is at version {head.version}: only its first version can be a base",
                     hint="leave out the base to publish the change",
                 )
-            metadata = replace(metadata, files=_put_files(writer, head, source, anchor=anchor))
+            metadata = replace(metadata, files=versions.put_files(files, head))
             return versions.base(new, base, metadata, progress=progress).manifest
         if head is None or (anchor and head.layout_sha256 != new.layout.sha256):
-            metadata = replace(metadata, files=_put_files(writer, head, source, anchor=anchor))
+            metadata = replace(metadata, files=versions.put_files(files, head))
             return versions.anchor(new, head, metadata, progress=progress).manifest
         changes = _encode(writer, head, source, parent, progress)
-        metadata = replace(metadata, files=_put_files(writer, head, source, anchor=anchor))
+        metadata = replace(metadata, files=versions.put_files(files, head))
         manifest = head
         # A second attempt finds its version at the head, where only the anchor may be missing.
-        if changes or not anchor or head.step != step:
+        if changes or not anchor or head.step != metadata.step:
             manifest = versions.delta(changes, head, metadata).manifest
         if anchor and manifest.kind == "delta":
             versions.add_anchor(manifest, new, progress=progress)
@@ -97,14 +106,3 @@ def _parent_weights(parent: _Path, head: Manifest, progress: Progress | None) ->
             hint="give the checkpoint that was published last, or leave it out: then the feed is read",
         )
     return weights
-
-
-def _put_files(writer: Writer, head: Manifest | None, source: Checkpoint, *, anchor: bool) -> PayloadRef | None:
-    """Put the files beside the weights if the head has others; with an anchor always, which repairs a damaged feed."""
-    files = companion_files(source)
-    if not files:
-        return None if head is None else head.files
-    data = write_files(files)
-    ref = PayloadRef.of(data)
-    is_stored = head is not None and ref == head.files and not anchor
-    return ref if is_stored else writer.put(data)

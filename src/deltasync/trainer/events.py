@@ -97,6 +97,11 @@ class Publication:
         """Sizes and times of the version; None while it is not committed."""
         return self._event
 
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with for good; None while it is not committed, and after that."""
+        return self._error
+
     def wait(self, timeout_s: float | None = None) -> Manifest:
         """Wait for the commit and return its manifest. Raises the error if it failed for good, StoreError on timeout.
 

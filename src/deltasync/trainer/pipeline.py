@@ -7,14 +7,17 @@ bounded and no change is lost: it is part of the later version.
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from deltasync.blocks import encode_changes
 from deltasync.errors import ConflictError, InvalidInputError, StoreError
-from deltasync.format.manifest import BaseRef, Manifest
+from deltasync.format.digest import StateDigest
+from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
 from deltasync.format.weights import Changes
+from deltasync.parallel import Pool
 from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.capture import Capture, Shadow, by_tensor, in_blocks, rebase, tensors_of
 from deltasync.trainer.events import AnchorProgress, Observer, Publication, PublishEvent, log_observer_error
@@ -52,21 +55,47 @@ class Pipeline:
     """Writes the versions of one feed from captures against its shadow. All state is guarded by the shadow's lock."""
 
     def __init__(
-        self, versions: VersionWriter, shadow: Shadow, anchors: Anchors, *, observer: Observer | None = None
+        self,
+        versions: VersionWriter,
+        shadow: Shadow,
+        anchors: Anchors,
+        *,
+        files: PayloadRef | None = None,
+        observer: Observer | None = None,
     ) -> None:
+        self.is_closed = False
+        self._newest: Publication | None = None
         self.shadow = shadow
         self.anchors = anchors
         self.versions = replace(versions, is_anchor_due=anchors.is_due)
+        self.files = files
+        """The files that the next versions name."""
         self._observer = observer
         self._idle = threading.Condition(shadow.lock)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-publish")
+        self._pool = Pool(1, "deltasync-publish")
         self._in_flight: _Job | None = None
         self._pending: _Job | None = None
         self._stopped: BaseException | None = None
         self._first: FirstVersion | None = None
-        self._uncertain: list[Changes] | None = None
-        """The changes of a version whose commit got no answer: the next job finds out whether it happened."""
+        self._uncertain: tuple[list[Changes], StateDigest] | None = None
+        """The changes of a version whose commit got no answer, and what they add to the digest.
+
+        The next job finds out whether the commit happened.
+        """
         self._events: list[PublishEvent] = []
+        # Now: from Python 3.12 on, no thread can be started any more when the interpreter exits.
+        self._pool.start()
+        anchors.start()
+
+    def __del__(self) -> None:
+        if not self.is_closed and self._newest is not None:
+            warnings.warn(self.forgotten, ResourceWarning, stacklevel=1, source=self)
+
+    @property
+    def forgotten(self) -> str:
+        """The message of the warning about a publisher that was not closed."""
+        url = self.versions.writer.store.url
+        return f"the publisher of {url} was not closed: use it in a `with` block, or call close()"
 
     @property
     def is_filled(self) -> bool:
@@ -78,14 +107,22 @@ class Pipeline:
         self._first = first
         return self._enqueue(_Job([Publication(first.metadata.step)], held_s, None, first.metadata.extra))
 
-    def submit(self, capture: Capture, *, step: int | None, extra: Mapping[str, str], held_s: float) -> Publication:
+    def submit(self, capture: Capture, metadata: Metadata, *, held_s: float) -> Publication:
         """Publish a capture. Called with the shadow's lock held since before the capture."""
-        return self._enqueue(_Job([Publication(step)], held_s, capture, extra))
+        return self._enqueue(_Job([Publication(metadata.step)], held_s, capture, metadata.extra))
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is in flight or pending; False on timeout."""
         with self._idle:
             return self._idle.wait_for(lambda: self._in_flight is None, timeout_s)
+
+    def unpublished(self) -> str | None:
+        """What was submitted last and is not committed, and why, as a message; None if all is."""
+        newest = self._newest
+        if newest is None or newest.version is not None:
+            return None
+        reason = "" if newest.error is None else f": {newest.error}"
+        return f"step {newest.step} was not published to {self.versions.writer.store.url}{reason}"
 
     def require_running(self) -> None:
         """Raise the error that stopped the pipeline, if one did."""
@@ -107,6 +144,7 @@ class Pipeline:
         self.wait_idle()
         self._pool.shutdown()
         self.anchors.close()
+        self.is_closed = True
 
     def _enqueue(self, job: _Job) -> Publication:
         own = job.publications[-1]
@@ -119,6 +157,7 @@ class Pipeline:
                     job.publications = [*self._pending.publications, own]
                     job.held_s += self._pending.held_s
                 self._pending = job
+            self._newest = own
         return own
 
     def _begin(self, job: _Job) -> None:
@@ -129,7 +168,7 @@ class Pipeline:
 
     def _write(self, job: _Job) -> tuple[Manifest, PublishEvent]:
         if self._uncertain is not None:
-            self._resolve(self._uncertain, job)
+            self._resolve(*self._uncertain, job)
         head = self.shadow.head
         if head is None:
             # Also after a failed first attempt: later captures are changes of the weights of the first version.
@@ -145,12 +184,13 @@ class Pipeline:
         if first is None:
             raise InvalidInputError("the feed is empty and no first version was given")
         try:
+            metadata = replace(first.metadata, files=self.files)
             if first.base is None:
-                committed = self.versions.anchor(weights, None, first.metadata, progress=AnchorProgress(0))
+                committed = self.versions.anchor(weights, None, metadata, progress=AnchorProgress(0))
             else:
-                committed = self.versions.base(weights, first.base, first.metadata)
+                committed = self.versions.base(weights, first.base, metadata)
         except StoreError:
-            self._uncertain = []
+            self._uncertain = [], StateDigest.ZERO
             raise
         self._advance([], committed)
         return committed
@@ -162,20 +202,20 @@ class Pipeline:
             job.capture = changes
             blocks = encode_changes(self.shadow.weights, changes)
         encode_s = time.perf_counter() - started
-        metadata = Metadata(step=job.step, files=head.files, extra=job.extra)
+        metadata = Metadata(step=job.step, files=self.files, extra=job.extra)
         try:
             committed = self.versions.delta(blocks, head, metadata)
         except StoreError:
-            self._uncertain = changes
+            self._uncertain = changes, sum((block.digest for block in blocks), StateDigest.ZERO)
             raise
         # The encoded blocks are not needed for what follows, which takes memory of its own.
         del blocks
         self._advance(changes, committed)
         return committed.manifest, job.event(committed, encode_s=encode_s)
 
-    def _resolve(self, changes: list[Changes], job: _Job) -> None:
+    def _resolve(self, changes: list[Changes], digest_delta: StateDigest, job: _Job) -> None:
         """After a failure: advance the shadow if the version was committed and only the answer got lost."""
-        committed = self.versions.lost_commit(self.shadow.head)
+        committed = self.versions.lost_commit(self.shadow.head, digest_delta)
         self._uncertain = None
         if committed is not None:
             self._advance(changes, committed, job)

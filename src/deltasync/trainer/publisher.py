@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from deltasync import blocks
+from deltasync import arguments, blocks
 from deltasync.errors import InvalidInputError
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
 from deltasync.feed.replay import open_start, replay, with_fallback
 from deltasync.feed.writer import Writer
+from deltasync.format.companions import require_files
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.weights import Bits, Readable, Weights
@@ -34,8 +35,9 @@ from deltasync.trainer.capture import (
     shadow_weights,
 )
 from deltasync.trainer.events import Observer, Publication
+from deltasync.trainer.exit import finish_at_exit
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
-from deltasync.trainer.version import Metadata, VersionWriter, require_extra
+from deltasync.trainer.version import Metadata, VersionWriter
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ class PublisherOptions:
     `base`: the replicas have the checkpoint that training starts from, under this name; a new feed then uploads no
     anchor.
     `files`: what belongs beside the weights (configuration, tokenizer), by relative path.
+    `processing_class`: the tokenizer or processor of a model of transformers, whose files are added to these. Those of
+    its configuration need not be given.
     `anchors`: when to add an anchor for replicas that join late.
     `wait`: a publication waits for the one before; otherwise it is captured at once and, if a third one comes before
     its turn, becomes part of that one. Sharded publishers always wait.
@@ -59,35 +63,57 @@ class PublisherOptions:
     "host" copies the weights to the host.
     `retry_s`: how long a failing store is retried before a publication counts as failed.
     `require_fencing`: refuse a store that cannot keep two writers apart.
+    `must_exist`: raise NotFoundError if the feed has no version yet, instead of starting a new one: for a trainer that
+    resumes, and a folder whose file system may not be mounted.
+    `exit_s`: how long the exit of the interpreter waits for what was published, if the publisher was not closed.
     `observer`: called with an event for each committed version and each anchor, in a worker thread.
     """
 
     base: BaseRef | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
+    processing_class: object = None
     anchors: AnchorPolicy = field(default_factory=AnchorPolicy)
     wait: bool = False
     shadow_path: str | os.PathLike[str] | None = None
     capture_on: Literal["device", "host"] = "device"
     retry_s: float = 60.0
     require_fencing: bool = False
+    must_exist: bool = False
+    exit_s: float = 300.0
     observer: Observer | None = None
 
     def __post_init__(self) -> None:
-        if self.capture_on not in ("device", "host"):
-            raise InvalidInputError(f'capture_on must be "device" or "host", not {self.capture_on!r:.80}')
-        if self.retry_s < 0:
-            raise InvalidInputError(f"retry_s must be at least 0, not {self.retry_s:g}")
+        if self.base is not None:
+            hint = 'use BaseRef("Qwen/Qwen3-0.6B", revision), from deltasync'
+            arguments.instance("base", self.base, BaseRef, hint=hint)
+        require_files(self.files)
+        if self.processing_class is not None and not hasattr(self.processing_class, "save_pretrained"):
+            what = arguments.described(self.processing_class)
+            raise InvalidInputError(f"processing_class must be a tokenizer or a processor of transformers, not {what}")
+        arguments.instance("anchors", self.anchors, AnchorPolicy, hint="AnchorPolicy(versions=100), from deltasync")
+        arguments.optional_path("shadow_path", self.shadow_path)
+        arguments.one_of("capture_on", self.capture_on, ("device", "host"))
+        arguments.seconds("retry_s", self.retry_s)
+        arguments.seconds("exit_s", self.exit_s)
+        if self.observer is not None and not callable(self.observer):
+            raise InvalidInputError(f"observer must be a function, not {arguments.described(self.observer)}")
 
 
 class FeedPublisher:
     """Publishes versions of one set of tensors. Only one thread may use it: a trainer has one loop."""
 
     def __init__(self, store: Store, options: PublisherOptions) -> None:
+        arguments.instance("options", options, PublisherOptions)
         self._writer = Writer(store, require_fencing=options.require_fencing)
         self._options = options
         self._shadow_path = None if options.shadow_path is None else Path(options.shadow_path)
         self._pipeline: Pipeline | None = None
         self._is_closed = False
+        self.files: Mapping[str, bytes] = options.files
+        self.default_files: Mapping[str, bytes] = {}
+        """Files beside the weights that were not asked for, but found with the model."""
+        self.needs_files = True
+        """Whether the files beside the weights are still to be put: those that are set then."""
         self._shadow_lock: ExitStack | None = None
         self._resources = ExitStack()
         self._resources.callback(self._writer.close)
@@ -108,6 +134,8 @@ class FeedPublisher:
             if self._shadow_lock is None:
                 self._shadow_lock = self._resources.enter_context(lock_shadow(self._shadow_path))
             retry = Retry(self._options.retry_s)
+            if self._options.must_exist:
+                retry(self._writer.log.require_head)
             head = retry(self._writer.open)
             if head is not None:
                 self._pipeline = retry(lambda: self._resume(layout, head))
@@ -134,13 +162,13 @@ class FeedPublisher:
         `anchor` requests an anchor in addition. `extra` is metadata that the manifest carries. `find` compares with
         the shadow in place of `capture`, such as on an accelerator.
         """
+        metadata = Metadata.of(step, extra)
         self.open(weights.layout)
         return self._publish(
             lambda shadow: copy_into(shadow.weights, weights),
             (lambda shadow: capture(shadow.weights, weights)) if find is None else find,
-            step=step,
+            metadata,
             anchor=anchor,
-            extra=extra,
         )
 
     def publish_each(
@@ -152,19 +180,19 @@ class FeedPublisher:
         extra: Mapping[str, str] | None = None,
     ) -> Publication:
         """The same from tensors that come one by one, so that the model never has to exist twice."""
+        metadata = Metadata.of(step, extra)
         if self.open() is None:
             # A new feed: these copies become the shadow.
             weights = collect(tensors)
             if self._shadow_path is not None:
                 return self.publish(weights, step=step, anchor=anchor, extra=extra)
             self._pipeline = self._start(weights, None)
-            return self._publish(lambda shadow: None, lambda shadow: [], step=step, anchor=anchor, extra=extra)
+            return self._publish(lambda shadow: None, lambda shadow: [], metadata, anchor=anchor)
         return self._publish(
             lambda shadow: copy_each(shadow.weights, tensors),
             lambda shadow: capture_each(shadow.weights, tensors),
-            step=step,
+            metadata,
             anchor=anchor,
-            extra=extra,
         )
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -176,34 +204,28 @@ class FeedPublisher:
         self._is_closed = True
         self._resources.close()
 
-    def _publish(
-        self,
-        copy: Callable[[Shadow], None],
-        find: Find,
-        *,
-        step: int | None,
-        anchor: bool,
-        extra: Mapping[str, str] | None,
-    ) -> Publication:
+    def _publish(self, copy: Callable[[Shadow], None], find: Find, metadata: Metadata, *, anchor: bool) -> Publication:
         pipeline, options = self._pipeline, self._options
         if pipeline is None:
             raise InvalidInputError("the feed is not open")
-        own = {} if extra is None else dict(extra)
-        require_extra(own)
         started = time.perf_counter()
         pipeline.require_running()
         if options.wait:
             pipeline.wait_idle()
-        files = None if pipeline.is_filled else pipeline.versions.put_files(options.files)
+        if self.needs_files:
+            head = pipeline.shadow.head
+            pipeline.files = pipeline.versions.put_files(self.files, head, defaults=self.default_files)
+            self.needs_files = False
         with pipeline.shadow.lock:
             if anchor:
                 pipeline.anchors.request()
             if pipeline.is_filled:
                 captured = find(pipeline.shadow)
-                return pipeline.submit(captured, step=step, extra=own, held_s=time.perf_counter() - started)
+                return pipeline.submit(captured, metadata, held_s=time.perf_counter() - started)
             copy(pipeline.shadow)
-            first = FirstVersion(base=options.base, metadata=Metadata(step=step, files=files, extra=own))
-            return pipeline.start(first, held_s=time.perf_counter() - started)
+            return pipeline.start(
+                FirstVersion(base=options.base, metadata=metadata), held_s=time.perf_counter() - started
+            )
 
     def _resume(self, layout: Layout | None, head: Manifest) -> Pipeline:
         """The shadow at the head: a mapped file may hold it already; otherwise it is rebuilt from the feed."""
@@ -228,6 +250,7 @@ class FeedPublisher:
             observer=options.observer,
         )
         self._resources.callback(pipeline.close)
+        finish_at_exit(pipeline, options.exit_s)
         return pipeline
 
 

@@ -1,28 +1,35 @@
 """Write versions to a feed: put payloads, draft the manifest, commit it, add anchors; for one process or for ranks."""
 
 import json
+import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 from deltasync import blocks as coded
+from deltasync.arguments import described, whole_number
 from deltasync.blocks import layout_runs
 from deltasync.codecs import planes
-from deltasync.errors import CorruptError, InvalidInputError
-from deltasync.feed.writer import Writer
+from deltasync.errors import CorruptError, InvalidInputError, NotFoundError
+from deltasync.feed.fetch import fetch
+from deltasync.feed.writer import Writer, not_kept, probe_clock
 from deltasync.format import keys, limits
 from deltasync.format.companions import write_files
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef
-from deltasync.format.payload import Block, PayloadHeader, write_payload
+from deltasync.format.payload import Block, PayloadHeader, grouped, write_payload
 from deltasync.format.weights import Readable, Runs, Weights
 from deltasync.parallel import Progress, counting, each, threads
 from deltasync.store.retry import Retry
 from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.shards import Shards
+
+logger = logging.getLogger(__name__)
 
 SHARD_ELEMENTS = 1 << 26
 """A shard ends at the first end of a block from here on: about 90 MB of bfloat16 weights."""
@@ -37,15 +44,14 @@ SHARDS_MAX = 4096
 RESUME_S = 3600
 """A shard that has been in the store for longer is put again: `prune` may be about to remove it."""
 
+LATE_S = 6 * 3600
+"""What was put longer ago is put again before it is committed, for the same reason: `prune` waits for a day."""
+
 _WORKERS_MAX = 8
 
 
-class _HasRuns(Protocol):
-    @property
-    def runs(self) -> Runs: ...
-
-
-_B = TypeVar("_B", bound=_HasRuns)
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,13 +69,14 @@ def put_anchor(
     *,
     shards: Shards | None = None,
     progress: Progress | None = None,
+    resume_s: float = RESUME_S,
 ) -> tuple[tuple[PayloadRef, ...], StateDigest]:
     """Put all weights as the shards of an anchor; returns their references and the state digest. Commits nothing.
 
-    A shard that an interrupted attempt left in the store is not sent again. `shards`: the weights are only those of
-    this process; the digest counts the elements of the others as zero.
+    A shard that an interrupted attempt left in the store within the last `resume_s` is not sent again. `shards`: the
+    weights are only those of this process; the digest counts the elements of the others as zero.
     """
-    stored = _recent(writer)
+    stored = _recent(writer, resume_s)
     layout = weights.layout if shards is None else shards.layout
     zero = layout_digest(layout)
     count = counting(progress, "anchor", weights.layout.elements)
@@ -80,7 +87,7 @@ def put_anchor(
         placed = blocks if shards is None else list(shards.place(blocks))
         data = write_payload(PayloadHeader("shard", layout, None, zero + digest_delta, version), placed)
         ref = PayloadRef.of(data)
-        return ref if stored.get(ref.sha256) == ref.nbytes else writer.put(data), digest_delta
+        return ref if stored.get(ref.sha256) == ref.nbytes else writer.put(data, ref), digest_delta
 
     def report(group: Sequence[_BlockRuns]) -> None:
         if count is not None:
@@ -103,33 +110,11 @@ def _shard_elements(elements: int) -> int:
     return max(min(SHARD_ELEMENTS, wanted), -(-elements // SHARDS_MAX))
 
 
-def grouped(blocks: Iterable[_B], *, elements: int | None = None) -> Iterator[list[_B]]:
-    """Neighbouring blocks, one group for each payload: it ends once it covers `elements`, or has too many runs."""
-    group: list[_B] = []
-    held = runs = 0
-    for block in blocks:
-        if group and runs + len(block.runs) > limits.RUNS_MAX:
-            yield group
-            group, held, runs = [], 0, 0
-        group.append(block)
-        held += int(block.runs[:, 2].sum())
-        runs += len(block.runs)
-        if elements is not None and held >= elements:
-            yield group
-            group, held, runs = [], 0, 0
-    if group:
-        yield group
-
-
-def _recent(writer: Writer) -> dict[str, int]:
-    """The sizes of payloads that were put within `RESUME_S`, by their SHA-256."""
-    since = time.time() - RESUME_S
+def _recent(writer: Writer, resume_s: float) -> dict[str, int]:
+    """The sizes of payloads that were put within the last `resume_s` by the store's clock, by their SHA-256."""
+    since = probe_clock(writer.store) - resume_s
     items = ((keys.parse_payload_key(i.key), i) for i in writer.store.list(keys.PAYLOADS) if i.modified_unix_s > since)
     return {sha256: item.nbytes for sha256, item in items if sha256 is not None}
-
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 class Group(Protocol):
@@ -164,6 +149,8 @@ class Part:
     payloads: tuple[PayloadRef, ...]
     digest_delta: StateDigest
     changed: int | None
+    put_unix_s: float = math.inf
+    """When the first of the payloads was put, by the clock of the process."""
 
     @classmethod
     def total(cls, parts: Sequence["Part"]) -> "Part":
@@ -171,7 +158,30 @@ class Part:
         payloads = dict.fromkeys(ref for part in parts for ref in part.payloads)
         counts = [part.changed for part in parts if part.changed is not None]
         digest_delta = sum((part.digest_delta for part in parts), StateDigest.ZERO)
-        return cls(tuple(payloads), digest_delta, sum(counts) if counts else None)
+        put_unix_s = min(part.put_unix_s for part in parts)
+        return cls(tuple(payloads), digest_delta, sum(counts) if counts else None, put_unix_s)
+
+
+Put = Callable[[Retry, float], Part]
+"""Puts what this process adds to a version. Shards that the store got within so many seconds are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Created(Generic[_R]):
+    """What `create` returned. `is_late`: the payloads may have been removed before it was done."""
+
+    result: _R
+    is_late: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Written(Generic[_R]):
+    """What the process that creates the manifest returned, and the time that it took."""
+
+    result: _R
+    put_s: float
+    commit_s: float
+    retries: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +191,20 @@ class Metadata:
     step: int | None = None
     files: PayloadRef | None = None
     extra: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: object, extra: Mapping[str, str] | None) -> "Metadata":
+        """From the arguments of a call, which are checked: a manifest must be able to carry them."""
+        own = {} if extra is None else extra
+        if not isinstance(own, Mapping):
+            raise InvalidInputError(f"extra must map strings to strings, not be {described(own)}")
+        for key, value in own.items():
+            if not isinstance(key, str) or not isinstance(value, str):
+                raise InvalidInputError(f"extra must map strings to strings, not {key!r:.80} to {value!r:.80}")
+        nbytes = len(json.dumps(dict(own)))
+        if nbytes > limits.RECORD_BYTES_MAX:
+            raise InvalidInputError(f"extra may have at most {limits.RECORD_BYTES_MAX} bytes as JSON, not {nbytes}")
+        return cls(step=None if step is None else whole_number("step", step), extra=dict(own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,44 +251,66 @@ class VersionWriter:
     group: Group = field(default_factory=OneProcess)
     is_anchor_due: Callable[[Manifest], bool] = lambda manifest: False
 
-    def put_files(self, files: Mapping[str, bytes]) -> PayloadRef | None:
-        """Put the files beside the weights, if there are any."""
-        if not files:
-            return None
-        data = write_files(files)
-        return Retry(self.retry_s)(lambda: self.writer.put(data))
+    def put_files(
+        self, files: Mapping[str, bytes], head: Manifest | None = None, *, defaults: Mapping[str, bytes] | None = None
+    ) -> PayloadRef | None:
+        """The files that the version after `head` names: put unless the store has them already, whole.
+
+        Without any, these are those of the head; a warning says if they are damaged. `defaults` are added to the files,
+        and stand in for them where the head has none or damaged ones.
+        """
+        retry, known = Retry(self.retry_s), None if head is None else head.files
+        if not files and known is not None:
+            if retry(lambda: self._is_whole(known)):
+                return known
+            logger.warning(
+                "the files beside the weights of %s are damaged or missing, and none were given to repair them",
+                self.writer.store.url,
+            )
+        beside = {**({} if defaults is None else defaults), **files}
+        if not beside:
+            return known
+        data = write_files(beside)
+        ref = PayloadRef.of(data)
+        if ref == known and retry(lambda: self._is_whole(ref)):
+            return ref
+        return retry(lambda: self.writer.put_files(data))
+
+    def _is_whole(self, ref: PayloadRef) -> bool:
+        try:
+            fetch(self.writer.store, ref)
+        except (CorruptError, NotFoundError):
+            return False
+        return True
 
     def anchor(
         self, weights: Readable, parent: Manifest | None, metadata: Metadata, *, progress: Progress | None = None
     ) -> CommittedVersion:
         """Commit all weights as the version after `parent`."""
-        retry, started = Retry(self.retry_s), time.perf_counter()
-        with self.group.report_errors():
-            draft = self._draft("anchor", parent, metadata)
-            part = self._put_weights(weights, draft.version, retry, progress)
-        return self._commit(draft, layout_digest(self.layout), part, retry, started)
+        draft = self._draft("anchor", parent, metadata)
+        put = partial(self._put_weights, weights, draft.version, progress)
+        return self._commit(draft, layout_digest(self.layout), put)
 
     def base(
         self, weights: Weights, base: BaseRef, metadata: Metadata, *, progress: Progress | None = None
     ) -> CommittedVersion:
         """Commit version 0 as the name of a checkpoint that has the same weights: none are put."""
-        retry, started = Retry(self.retry_s), time.perf_counter()
         with self.group.report_errors():
-            draft = replace(self._draft("base", None, metadata), base=base)
             digest = coded.digest(weights, on_progress=counting(progress, "digest", weights.layout.elements))
             part = Part((), digest - layout_digest(weights.layout), None)
-        return self._commit(draft, layout_digest(self.layout), part, retry, started)
+        draft = replace(self._draft("base", None, metadata), base=base)
+        return self._commit(draft, layout_digest(self.layout), lambda retry, resume_s: part)
 
     def delta(self, blocks: Sequence[Block], parent: Manifest, metadata: Metadata) -> CommittedVersion:
         """Commit blocks that were encoded against `parent` as the version after it."""
-        retry, started = Retry(self.retry_s), time.perf_counter()
-        with self.group.report_errors():
-            draft = self._draft("delta", parent, metadata)
+
+        def put(retry: Retry, resume_s: float) -> Part:
             digest_delta = sum((block.digest for block in blocks), StateDigest.ZERO)
             placed = blocks if self.shards is None else self.shards.place(blocks)
             refs = tuple(self._put_delta(parent, group, retry) for group in grouped(placed))
-            part = Part(refs, digest_delta, sum(block.changed for block in blocks))
-        return self._commit(draft, parent.digest, part, retry, started)
+            return Part(refs, digest_delta, sum(block.changed for block in blocks))
+
+        return self._commit(self._draft("delta", parent, metadata), parent.digest, put)
 
     def add_anchor(
         self, manifest: Manifest, weights: Readable, *, progress: Progress | None = None
@@ -273,13 +319,8 @@ class VersionWriter:
 
         Every attempt writes the same bytes, so that one whose answer got lost is not a conflict.
         """
-        retry, started = Retry(self.retry_s), time.perf_counter()
-        with self.group.report_errors():
-            part = self._put_weights(weights, manifest.version, retry, progress)
-        put_s = time.perf_counter() - started
 
-        def add(parts: Sequence[Part]) -> Manifest:
-            total = Part.total(parts)
+        def add(total: Part, retry: Retry) -> Manifest:
             digest = layout_digest(self.layout) + total.digest_delta
             if digest != manifest.digest:
                 raise CorruptError(
@@ -300,23 +341,33 @@ class VersionWriter:
             retry(lambda: self.writer.add_anchor(anchor))
             return anchor
 
-        anchor = self.group.agree(f"the anchor of version {manifest.version}", part, add)
-        return CommittedVersion(anchor, put_s, time.perf_counter() - started - put_s, retry.count)
+        put = partial(self._put_weights, weights, manifest.version, progress)
+        written = self._write(f"the anchor of version {manifest.version}", put, add, is_anchor=True)
+        return CommittedVersion(written.result, written.put_s, written.commit_s, written.retries)
 
-    def lost_commit(self, parent: Manifest | None) -> CommittedVersion | None:
-        """The version after `parent` if this writer committed it although it got no answer."""
+    def lost_commit(self, parent: Manifest | None, digest_delta: StateDigest) -> CommittedVersion | None:
+        """The version after `parent` if this writer committed it although it got no answer.
+
+        `digest_delta` is what this process wanted to add to the digest of the parent. A version of this writer that has
+        another digest is an older attempt, which reached the store late: the next commit meets it as a conflict.
+        """
         after = -1 if parent is None else parent.version
 
-        def find(_: Sequence[None]) -> CommittedVersion | None:
+        def find(deltas: Sequence[StateDigest]) -> CommittedVersion | None:
             head = Retry(self.retry_s)(lambda: self.writer.log.head(after=after))
             if head is None or head.writer != self.writer.id or head.version != after + 1:
                 return None
+            if parent is not None and head.digest != sum(deltas, parent.digest):
+                return None
             return CommittedVersion(head, is_anchor_due=self.is_anchor_due(head))
 
-        return self.group.agree(f"what follows version {after}", None, find)
+        return self.group.agree(f"what follows version {after}", digest_delta, find)
 
-    def _put_weights(self, weights: Readable, version: int, retry: Retry, progress: Progress | None) -> Part:
-        refs, digest = retry(lambda: put_anchor(self.writer, weights, version, shards=self.shards, progress=progress))
+    def _put_weights(
+        self, weights: Readable, version: int, progress: Progress | None, retry: Retry, resume_s: float
+    ) -> Part:
+        put = partial(put_anchor, self.writer, weights, version, shards=self.shards, progress=progress)
+        refs, digest = retry(lambda: put(resume_s=resume_s))
         return Part(refs, digest - layout_digest(self.layout), None)
 
     def _put_delta(self, parent: Manifest, group: list[Block], retry: Retry) -> PayloadRef:
@@ -325,26 +376,77 @@ class VersionWriter:
         payload = write_payload(header, group)
         return retry(lambda: self.writer.put(payload))
 
-    def _commit(
-        self, draft: Manifest, start: StateDigest, part: Part, retry: Retry, started: float
-    ) -> CommittedVersion:
-        put_s = time.perf_counter() - started
-
-        def commit(parts: Sequence[Part]) -> tuple[Manifest, bool]:
-            total = Part.total(parts)
+    def _commit(self, draft: Manifest, start: StateDigest, put: Put) -> CommittedVersion:
+        def commit(total: Part, retry: Retry) -> tuple[Manifest, bool]:
             manifest = replace(
                 draft,
                 payloads=total.payloads,
                 digest=start + total.digest_delta,
                 changed=total.changed,
-                created_unix_s=int(time.time()),
+                created_unix_s=int(self.writer.clock()),
             )
             retry(lambda: self.writer.commit(manifest))
             return manifest, self.is_anchor_due(manifest)
 
-        manifest, is_anchor_due = self.group.agree(f"version {draft.version}, step {draft.step}", part, commit)
-        commit_s = time.perf_counter() - started - put_s
-        return CommittedVersion(manifest, put_s, commit_s, retry.count, is_anchor_due)
+        about = f"version {draft.version}, step {draft.step}"
+        written = self._write(about, put, commit, is_anchor=draft.kind == "anchor")
+        self.writer.release_files()
+        manifest, is_anchor_due = written.result
+        return CommittedVersion(manifest, written.put_s, written.commit_s, written.retries, is_anchor_due)
+
+    def _write(self, about: str, put: Put, create: Callable[[Part, Retry], _R], *, is_anchor: bool) -> _Written[_R]:
+        """Call `put` in every process, then in one of them `create`, which creates the manifest.
+
+        The payloads of an anchor are listed before: some stores report a `put` as done and keep nothing.
+
+        `prune` removes payloads that no manifest names after a day. If this process, or its machine, sleeps for that
+        long, they are put again: before the manifest is created, and after it if that took long, too.
+        """
+        retry, started = Retry(self.retry_s), time.perf_counter()
+        resume_s = float(RESUME_S)
+        while True:
+            with self.group.report_errors():
+                part = self._put_all(put, retry, resume_s)
+            put_s = time.perf_counter() - started
+            decide = partial(self._create, create, retry, is_anchor=is_anchor, may_wait=resume_s == RESUME_S)
+            created = self.group.agree(about, part, decide)
+            if created is not None:
+                break
+            logger.warning("%s: the payloads were put hours ago, putting them again", about)
+            resume_s = LATE_S
+        if created.is_late:
+            with self.group.report_errors():
+                self._put_all(put, retry, math.inf)
+        return _Written(created.result, put_s, time.perf_counter() - started - put_s, retry.count)
+
+    def _put_all(self, put: Put, retry: Retry, resume_s: float) -> Part:
+        put_unix_s = self.writer.clock()
+        retry(lambda: self.writer.renew_files(after_s=RESUME_S))
+        return replace(put(retry, resume_s), put_unix_s=put_unix_s)
+
+    def _create(
+        self,
+        create: Callable[[Part, Retry], _R],
+        retry: Retry,
+        parts: Sequence[Part],
+        *,
+        is_anchor: bool,
+        may_wait: bool,
+    ) -> "_Created[_R] | None":
+        """The result of `create`; None if the payloads should be put again before."""
+        total = Part.total(parts)
+        missing = retry(lambda: self.writer.missing(total.payloads)) if is_anchor else []
+        # Right before the creation: this process may also have slept in the listing.
+        if may_wait and self._is_late(total):
+            return None
+        if missing:
+            raise not_kept(self.writer.store, f"{len(missing)} payloads that were just put, such as {missing[0]}")
+        result = create(total, retry)
+        return _Created(result, self._is_late(total))
+
+    def _is_late(self, total: Part) -> bool:
+        # The clocks of several processes differ; a difference of hours is treated as lateness.
+        return abs(self.writer.clock() - total.put_unix_s) > LATE_S
 
     def _draft(self, kind: Kind, parent: Manifest | None, metadata: Metadata) -> Manifest:
         return Manifest(
@@ -361,13 +463,3 @@ class VersionWriter:
             writer=self.writer.id,
             created_unix_s=0,
         )
-
-
-def require_extra(extra: Mapping[str, str]) -> None:
-    """InvalidInputError unless a manifest can carry this metadata."""
-    for key, value in extra.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise InvalidInputError(f"extra must map strings to strings, not {key!r:.80} to {value!r:.80}")
-    nbytes = len(json.dumps(dict(extra)))
-    if nbytes > limits.RECORD_BYTES_MAX:
-        raise InvalidInputError(f"extra may have at most {limits.RECORD_BYTES_MAX} bytes as JSON, not {nbytes}")

@@ -16,6 +16,7 @@ from deltasync import (
     Damage,
     FolderTarget,
     Follower,
+    Gate,
     Manifest,
     NotFoundError,
     Publication,
@@ -45,6 +46,8 @@ def checkpoints(feed: str | Path | Store) -> Manifest:
         print(error.kind, error.hint)
         raise
     assert restored.digest == digest
+    skips: tuple[Manifest, ...] = deltasync.compact(feed, levels=(4, 16))
+    print(len(skips))
     pruning = deltasync.plan_prune(feed, keep_anchors=2, keep_versions=100)
     deltasync.prune(feed, pruning)
     return restored
@@ -76,23 +79,25 @@ def train(feed: str, model: torch.nn.Module) -> int | None:
 
 def serve(feed: str | Path | Store, model: torch.nn.Module) -> int:
     """The replica's side."""
-    lock = threading.Lock()
+    gate = Gate()
 
     def on_move(move: Advance) -> None:
         print(move.version, move.seconds.pause)
 
-    with Follower(feed, ModuleTarget(model, hold=lock), mirror=Path("mirror"), observer=on_move) as follower:
+    with Follower(feed, ModuleTarget(model, hold=gate), mirror=Path("mirror"), observer=on_move) as follower:
         follower.start()
         version = follower.wait_live(timeout_s=600)
         damages: Sequence[Damage] = follower.scrub()
         print(damages, follower.status().lag, follower.error)
+        with gate:
+            print(model)
         follower.stop()
     return version
 
 
 def every_target(model: torch.nn.Module) -> list[Target]:
     """The targets of the package, and one of the client's own, are all Targets."""
-    return [ModuleTarget(model), FolderTarget(Path("current")), LoggedTarget(model)]
+    return [ModuleTarget(model, hold=threading.Lock()), FolderTarget(Path("current")), LoggedTarget(model)]
 
 
 class LoggedTarget(ModuleTarget):

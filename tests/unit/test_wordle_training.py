@@ -1,6 +1,5 @@
-"""The parts of the demo in examples/wordle: playing, learning, rollouts, events, the screen and the report."""
+"""The second act of the demo, examples/wordle: playing, learning, rollouts."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from demo.published import digest_of, published_copy
 from transformers import PreTrainedModel
 from wordle.game import GREEN, LETTERS, Wordle
-from wordle.processes import Settings
-from wordle.report import Outcome, facts, plot, report_html, smooth, to_json
 from wordle.rollouts import Rollouts, Spool
-from wordle.run import main, prepare, require_equal
-from wordle.screen import Board, Lines, recovery_text
 from wordle.training import (
     BEGIN,
     FIRST_LETTER,
@@ -27,22 +23,17 @@ from wordle.training import (
     all_letter_log_probs,
     careless_games,
     chosen_letters,
-    digest_of,
     grpo_loss,
+    guesses_of,
     imitation_loss,
     mark_tokens,
     new_policy,
     play,
     policy_of_config,
-    published_copy,
 )
 
-from deltasync import InvalidInputError, MismatchError, Verification
 from deltasync.torch import Publisher
 from deltasync.transformers import model_files
-
-DIGEST = "0" * 31 + "1"
-OTHER_DIGEST = "0" * 31 + "2"
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +76,19 @@ def test_guesses_after_a_solved_game_do_not_count(wordle: Wordle) -> None:
     assert found.solved.tolist() == [True, False]
     assert found.counts.reshape(2, -1, LETTERS).all(axis=2).sum(axis=1).tolist() == [2, 6]
     assert found.rewards[0] == pytest.approx(0.9)
+
+
+def test_guesses_of_a_game(wordle: Wordle) -> None:
+    answers = np.array([3, 4])
+    found = play(_Oracle(wordle, answer=3, at_turn=1), wordle, answers, torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+    won, lost = (guesses_of(wordle, found, game, wordle.words[answers[game]]) for game in range(2))
+    assert [guess for guess, _ in won] == [wordle.words[0], wordle.words[3]]
+    assert won[-1][1] == "ggggg"
+    assert len(lost) == 6
+    assert all("ggggg" not in given for _, given in lost)
+    random = played(new_policy(0), wordle)
+    words = [guess for guess, given in guesses_of(wordle, random, 0, wordle.words[0]) if given != "xxxxx"]
+    assert set(words) <= set(wordle.words)
 
 
 class _Oracle:
@@ -200,160 +204,3 @@ def test_spool(tmp_path: Path, model: PreTrainedModel, wordle: Wordle) -> None:
         for name in ("texts", "log_probs", "counts", "rewards", "solved"):
             assert np.array_equal(getattr(found.played, name), getattr(wanted.played, name)), name
     assert spool.take() is None
-
-
-# --- events -----------------------------------------------------------------------------------------------------------
-
-
-def published(step: int | None, version: int, **fields: Any) -> dict[str, Any]:
-    event = {"kind": "delta", "changed": 100, "elements": 1000, "payload_bytes": 80, "held_s": 0.002}
-    return {"event": "published", "step": step, "version": version, **event, **fields}
-
-
-def stepped(step: int) -> dict[str, Any]:
-    return {
-        "event": "stepped",
-        "step": step,
-        "reward": 0.1 * step,
-        "solved": 0.2,
-        "age": 1,
-        "step_s": 1.0,
-        "wait_s": 0.0,
-    }
-
-
-def moved(version: int, **fields: Any) -> dict[str, Any]:
-    return {"event": "moved", "version": version, "edges": ["delta"], "nbytes": 80, "pause_s": 0.001, **fields}
-
-
-def board_of_a_run() -> Board:
-    """Three steps, one of them without a version of its own; a replica that was killed; one that is behind."""
-    board = Board(("replica-1", "replica-2"), 3)
-    events: list[tuple[str, dict[str, Any]]] = [
-        ("trainer", {"event": "warmed", "step": 80, "steps": 80, "loss": 1.0}),
-        ("trainer", {"event": "ready", "weights": 1000, "full_bytes": 2000, "reward": 0.1, "solved": 0.2}),
-        ("trainer", published(0, 0, kind="anchor", changed=None, payload_bytes=1500)),
-        ("replica-1", moved(0)),
-        ("replica-2", moved(0)),
-        ("trainer", published(1, 1)),
-        ("trainer", published(1, 1, kind="anchor", payload_bytes=1300)),
-        ("trainer", stepped(1)),
-        ("replica-1", moved(1, pause_s=0.004)),
-        ("trainer", stepped(2)),
-        ("trainer", published(3, 2)),
-        ("trainer", published(3, 2, kind="anchor", payload_bytes=1400)),
-        ("trainer", stepped(3)),
-    ]
-    for name, fields in events:
-        board.add(name, fields, now_s=10.0)
-    board.kill("replica-2", now_s=20.0)
-    board.add("replica-2", moved(2, edges=["delta", "delta"], nbytes=160), now_s=23.5)
-    board.add("trainer", {"event": "trained", "version": 2, "digest": DIGEST, "reward": 0.5, "solved": 0.6}, now_s=30)
-    for name in board.replicas:
-        board.add(name, {"event": "final", "version": 2, "digest": DIGEST}, now_s=31.0)
-    return board
-
-
-def outcome_of(board: Board) -> Outcome:
-    clean = Verification(2, True, (0, 1, 2), (), (), (), (), 0, 0)
-    return Outcome(Settings("feed", "out"), board, clean, 40.0)
-
-
-def test_board() -> None:
-    board = board_of_a_run()
-    assert [row.version for row in board.rows] == [0, 1, None, 2]
-    assert [row.lags for row in board.rows[1:]] == [
-        {"replica-1": 1, "replica-2": 1},
-        {"replica-1": 0, "replica-2": 1},
-        {"replica-1": 1, "replica-2": 2},
-    ]
-    assert board.rows[1].pauses_s == {"replica-1": 0.004}
-    assert (board.sent_bytes, board.copies_bytes) == (1500 + 80 + 80 + 1300 + 1400, 3 * 2000)
-    found = board.recovery
-    assert found is not None
-    assert (found.replica, found.at_step, found.had, found.back, found.took_s) == ("replica-2", 3, 0, 2, 3.5)
-    assert "back with version 2 after 3.5 s (2 delta, 0.2 kB)" in recovery_text(board)
-
-
-def test_summary() -> None:
-    outcome = outcome_of(board_of_a_run())
-    texts = dict(facts(outcome))
-    assert texts["before"].startswith("mean reward 0.100, 20% of the games solved (after a supervised warm-up")
-    assert texts["after"].startswith("mean reward 0.500")
-    assert texts["sent"] == "0.00 MB in 2 deltas and 0.00 MB in anchors; 3 full copies are 0.01 MB, 1.4 times as much"
-    assert texts["verify --deep"] == "clean, 3 versions decoded"
-    assert to_json(outcome)["recovery"]["took_s"] == 3.5
-
-
-def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    Lines().show(board_of_a_run())
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "1000 weights; after the warm-up: reward 0.100, 20% solved"
-    assert lines[3].startswith(
-        "step 1, reward 0.100, version 1, changed 10.0%, sent 0.1 kB, full / sent 25.0, held 2.00 ms"
-    )
-    assert lines[4].startswith("step 2, reward 0.200, version -, changed -,")
-
-
-def test_report_loads_nothing_else() -> None:
-    html = report_html(outcome_of(board_of_a_run()))
-    assert html.count("<svg") == html.count("</svg>") == 5
-    assert not re.search(r"(src|href)=|https?://|url\(|@import|<script", html)
-    assert DIGEST in html
-
-
-def test_plot() -> None:
-    svg = plot({"a<b": [(0, 0), (10, 4)]})
-    assert "a&lt;b" in svg
-    points = re.search(r'points="([^"]*)"', svg)
-    assert points is not None
-    assert points[1] == "48.0,172.0 592.0,48.0"
-    assert plot({"none": []}) == "<p>Nothing was measured.</p>"
-    assert plot({"one": [(3, 3)]}).count("<polyline") == 1
-    assert smooth([(i, float(i == 4)) for i in range(9)])[4] == (4, pytest.approx(1 / 9))
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def test_different_digests_are_an_error() -> None:
-    board = board_of_a_run()
-    require_equal(board)
-    board.digests["replica-2"] = OTHER_DIGEST
-    with pytest.raises(MismatchError, match=r"replica-2 has the digest 0+2, the trainer has 0+1"):
-        require_equal(board)
-
-
-@pytest.mark.parametrize(
-    ("fields", "wanted"),
-    [
-        ({"model": "nowhere"}, "nowhere has no config.json"),
-        ({"store": "memory://run"}, "is in the memory of one process"),
-        ({"store": "ftp://host/feed"}, "ftp:// is not a kind of store"),
-        ({"out": "used"}, "used already exists"),
-        ({"out": "used/file"}, "used/file already exists"),
-        ({"store": "old"}, "there is already a feed in old"),
-    ],
-)
-def test_wrong_settings_are_refused_before_any_process_starts(
-    fields: dict[str, Any], wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used" / "file").touch()
-    if fields.get("store") == "old":
-        with Publisher("old") as publisher:
-            publisher.publish({"weight": torch.zeros(4)})
-    with pytest.raises(InvalidInputError, match=re.escape(wanted)) as refused:
-        prepare(replace(Settings("feed", "new"), **fields))
-    assert refused.value.hint
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    "arguments", [("--lr", "0"), ("--lr", "nan"), ("--steps", "0"), ("--replicas", "x"), ("--seed", "-1")]
-)
-def test_wrong_usage(arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    assert arguments[1] in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""An argparse parser that suggests what was meant, and takes the feed from the environment; values of arguments."""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+FEED_VARIABLE = "DELTASYNC_FEED"
+"""Environment variable with the feed of commands that are given none."""
+
+
+class UsageError(Exception):
+    """The command line is wrong: what is wrong with it, and what to do."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A positional argument. `convert` raises ArgumentTypeError for a text that cannot be its value."""
+
+    name: str
+    convert: Callable[[str], Any] = str
+    is_optional: bool = False
+
+
+class Parser(argparse.ArgumentParser):
+    """Suggests the command, option or value that was meant, and raises UsageError instead of exiting."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.places: list[Place] = []
+
+    def add_place(self, name: str, convert: Callable[[str], Any] = str, *, optional: bool = False, help: str) -> None:
+        """Add a positional argument. All of them are optional to argparse: `parse` assigns them."""
+        self.places.append(Place(name, convert, optional))
+        self.add_argument(name, nargs="?", metavar=name.upper(), help=help)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, f"see `{self.prog} --help`")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            if isinstance(action, argparse._SubParsersAction):
+                self.error(f"there is no command {value!r:.80}" + suggestion(str(value), names))
+            message = f"{value!r:.80} is none of {', '.join(names)}" + suggestion(str(value), names)
+            raise argparse.ArgumentError(action, message)
+
+
+def suggestion(text: str, names: Sequence[str]) -> str:
+    """A question that names the most similar name; empty if none is."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(text, names, n=1, cutoff=0.6) or [name for name in names if name.startswith(text)][:1]
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def read_arguments(parser: Parser, given: Sequence[str], environment: Mapping[str, str]) -> argparse.Namespace:
+    """The command and its arguments. UsageError if they are wrong; SystemExit after `--help` and `--version`.
+
+    Where a command takes a feed and gets one argument too few, the feed is that of `DELTASYNC_FEED`.
+    """
+    if not given:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    args, rest = parser.parse_known_args(list(given))
+    if "command" not in args:
+        raise UsageError("no command was given", f"see `{parser.prog} --help`")
+    command: Parser = args.parser
+    for text in rest:
+        if text.startswith("-"):
+            options = [name for action in command._actions for name in action.option_strings]
+            command.error(f"there is no option {text.partition('=')[0]!r:.80}" + suggestion(text, options))
+    # argparse cannot assign arguments that follow an option to places that may be empty: it returns them as the rest.
+    texts = [text for place in command.places if (text := getattr(args, place.name)) is not None]
+    _assign(args, command, [*texts, *rest], environment.get(FEED_VARIABLE) or None)
+    return args
+
+
+def _assign(args: argparse.Namespace, command: Parser, texts: list[str], feed: str | None) -> None:
+    places = command.places
+    if len(texts) > len(places):
+        command.error(f"there is one argument too many: {texts[len(places)]!r:.80}")
+    required = [place for place in places if not place.is_optional]
+    if feed is not None and places and places[0].name == "url":
+        # With all arguments but the feed, it is the one of the environment; a number is a version and not a feed.
+        is_version = len(texts) == 1 and places[-1].name == "version" and texts[0].isdecimal()
+        if len(texts) < max(1, len(required)) or is_version:
+            texts = [feed, *texts]
+    for place, text in zip(places, [*texts, *[None] * (len(places) - len(texts))], strict=True):
+        if text is None and not place.is_optional:
+            missing = [each.name.upper() for each in required[len(texts) :]]
+            also = f" (or set {FEED_VARIABLE})" if place.name == "url" else ""
+            command.error(f"{' and '.join(missing)} is missing{also}")
+        try:
+            setattr(args, place.name, None if text is None else place.convert(text))
+        except argparse.ArgumentTypeError as error:
+            command.error(f"argument {place.name.upper()}: {error}")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    return _whole_number(text, least=1)
+
+
+def whole_number(text: str) -> int:
+    """A whole number from 0 on."""
+    return _whole_number(text, least=0)
+
+
+def _whole_number(text: str, *, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a whole number from {least} on")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A number of seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number of seconds above 0")
+    return value
+
+
+def seconds_or_off(text: str) -> float | None:
+    try:
+        return None if text == "off" else seconds(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or off") from error

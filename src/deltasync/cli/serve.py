@@ -1,0 +1,125 @@
+"""The `serve` command: a vLLM server that follows a feed."""
+
+import argparse
+import importlib.util
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from deltasync.cli.output import Output
+from deltasync.errors import InvalidInputError
+from deltasync.store import open_store
+from deltasync.vllm.plugin import BACKEND
+from deltasync.vllm.settings import Settings
+
+_SERVER = "vllm.entrypoints.openai.api_server"
+_TRANSFER = "--weight-transfer-config"
+_PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.platform_plugins",
+    "vllm.stat_logger_plugins",
+)
+"""Entry points of the plugins that vLLM loads unless `VLLM_PLUGINS` is set."""
+
+
+def serve(args: argparse.Namespace, out: Output) -> None:
+    """Replace this process by the server."""
+    token = (os.environ.get("DELTASYNC_TOKEN") or None) if args.token_file is None else _read_token(args.token_file)
+    given = {
+        "FEED": args.feed,
+        "ADAPTERS": " ".join(args.adapter) or None,
+        "TOKEN": secrets.token_urlsafe() if token is None else token,
+        "WAY": "push" if args.push else None,
+        "MIRROR": args.mirror,
+        "PAUSE": args.pause,
+        "CACHE": args.cache,
+        "ON_REFUSED": args.on_refused,
+        "READY_S": args.ready_s,
+        "SCRUB_S": args.scrub_s,
+        "REPLICA": args.replica,
+    }
+    installed = [plugin.name for group in _PLUGIN_GROUPS for plugin in entry_points(group=group)]
+    launch = prepare_launch(args.arguments, given, environment=os.environ, plugins=installed)
+    for feed in (args.feed, *(pair.partition("=")[2] for pair in args.adapter)):
+        if feed:
+            open_store(feed).close()
+    if importlib.util.find_spec("vllm") is None:
+        raise InvalidInputError("vLLM is not installed here", hint="pip install 'deltasync[vllm]'")
+    if token is None:
+        print(f"the control routes require the token {given['TOKEN']}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(launch.command[0], launch.command, launch.environment)
+
+
+def _read_token(path: Path) -> str:
+    text = path.read_text().strip()
+    if not text:
+        raise InvalidInputError(f"{path} is empty", hint="put a token into it, or leave --token-file out")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The command and the environment of a server."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(repr=False)
+
+
+def prepare_launch(
+    arguments: Sequence[str],
+    given: Mapping[str, str | None],
+    *,
+    environment: Mapping[str, str],
+    plugins: Iterable[str],
+) -> Launch:
+    """A server with these arguments of vLLM, and with `given` as `DELTASYNC_*` variables.
+
+    Variables for which None is given stay as they are in `environment`. `plugins` are the names that vLLM loads if no
+    list is set. InvalidInputError for a value that the server would refuse, or for another backend in the arguments.
+    """
+    added = {f"DELTASYNC_{name}": value for name, value in given.items() if value is not None}
+    # vLLM loads only the plugins in this list once it is set, so the others have to be named, too.
+    allowed = environment["VLLM_PLUGINS"].split(",") if "VLLM_PLUGINS" in environment else sorted(plugins)
+    names = dict.fromkeys([*(name for name in allowed if name), BACKEND])
+    result = {**environment, **added, "VLLM_PLUGINS": ",".join(names)}
+    Settings.from_environment(result)
+    transfer = () if _has_backend(arguments) else (_TRANSFER, json.dumps({"backend": BACKEND}))
+    return Launch((sys.executable, "-m", _SERVER, *arguments, *transfer), result)
+
+
+def _has_backend(arguments: Sequence[str]) -> bool:
+    """Whether the arguments of vLLM select our backend; InvalidInputError if they select another one."""
+    backend = None
+    for i, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if not equals:
+            value = arguments[i + 1] if i + 1 < len(arguments) else ""
+        option = name.replace("_", "-")
+        if option == _TRANSFER:
+            backend = _parse_backend(value)
+        elif option == f"{_TRANSFER}.backend":
+            backend = value
+    if backend not in (None, BACKEND):
+        raise InvalidInputError(
+            f"{_TRANSFER} selects the backend {backend!r:.80}, not {BACKEND!r}", hint="leave the option out"
+        )
+    return backend is not None
+
+
+def _parse_backend(value: str) -> str:
+    try:
+        config = json.loads(value)
+    except ValueError:
+        config = None
+    backend = config.get("backend") if isinstance(config, dict) else None
+    if not isinstance(backend, str):
+        raise InvalidInputError(f"{_TRANSFER} is {value!r:.80}, which names no backend", hint="leave the option out")
+    return backend

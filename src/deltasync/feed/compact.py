@@ -1,0 +1,318 @@
+"""Write skips: changes that lead over many versions at once, so that a late replica fetches few edges.
+
+A skip of level n leads from one multiple of n to the next one. Every level is a multiple of the level below it, so any
+distance is a handful of edges. A compactor walks through the versions with one copy of the weights. Beside it, it keeps
+the bits that were replaced since the last multiple of each level.
+
+The bytes of a skip depend on the feed alone. So a compactor can stop at any point and start again, and several of them
+at once write the same objects.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync import blocks
+from deltasync.blocks import Changed
+from deltasync.errors import CorruptError, InvalidInputError, MismatchError, NotFoundError
+from deltasync.feed.fetch import fetch_payloads
+from deltasync.feed.log import Log, manifest_key
+from deltasync.feed.plan import Edge, Plan
+from deltasync.feed.replay import blocking, decode_edge, load, with_fallback
+from deltasync.format import keys
+from deltasync.format.layout import Layout
+from deltasync.format.manifest import Manifest, PayloadRef
+from deltasync.format.payload import Block, Payload, PayloadHeader, grouped, write_payload
+from deltasync.format.weights import Bits, Changes, Region, Runs, Weights, tensor_parts
+from deltasync.parallel import each
+from deltasync.store import Feed, opened
+from deltasync.store.protocol import Store
+from deltasync.store.retry import Retry
+
+logger = logging.getLogger(__name__)
+
+LEVELS = (4, 16, 64)
+RETRY_S = 60.0
+
+LATE_S = 6 * 3600
+"""Payloads that were put longer ago are put again when the manifest is created: `prune` removes orphans after a day."""
+
+
+@dataclass(slots=True)
+class _Window:
+    """The bits that were replaced since version `start`, step by step."""
+
+    level: int
+    start: Manifest
+    replaced: list[Changed] = field(default_factory=list)
+
+    def is_due(self, at: Manifest) -> bool:
+        return at.version > self.start.version and at.version % self.level == 0
+
+
+class _Before:
+    """Weights as they were before some steps replaced bits of them."""
+
+    def __init__(self, weights: Weights, replaced: Sequence[Changed]) -> None:
+        self.layout: Layout = weights.layout
+        self._weights = weights
+        self._replaced = replaced
+
+    def region(self, runs: Runs) -> Region:
+        """The elements that `runs` names, in memory of their own."""
+        region = self._weights.region(runs)
+        bits = region.gather()
+        blocks.put_back(self.layout, runs, bits, self._replaced)
+        return region.holding(bits)
+
+
+def compact(feed: Feed, *, levels: Sequence[int] = LEVELS, retry_s: float = RETRY_S) -> tuple[Manifest, ...]:
+    """Write the skips of a feed that are missing up to its head, and return their manifests.
+
+    This needs memory for the weights of one version. Publishers, replicas, `prune` and other compactors may work on the
+    feed at the same time. NotFoundError if the feed has no version.
+    """
+    with opened(feed) as store:
+        return tuple(Compactor(store, levels=levels, retry_s=retry_s).advance())
+
+
+class Compactor:
+    """Writes the skips of a feed. `advance` continues where the last call ended, also after an error."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        levels: Sequence[int] = LEVELS,
+        retry_s: float = RETRY_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if not levels or levels[0] < 2 or any(b <= a or b % a for a, b in pairwise(levels)):
+            raise InvalidInputError(
+                f"levels must start with 2 or more, and each must be a multiple of the one before, not {list(levels)}"
+            )
+        self._store = store
+        self._log = Log(store)
+        self._levels = tuple(levels)
+        self._retry = Retry(retry_s)
+        self._clock = clock
+        self._weights: Weights | None = None
+        self._at: Manifest | None = None
+        self._head: Manifest | None = None
+        self._first = 0
+        """No skip starts before this version: what is there was pruned or is damaged."""
+        self._windows: list[_Window] = []
+
+    def advance(self) -> Iterator[Manifest]:
+        """Write the missing skips up to the head, and return each as it is committed.
+
+        If there is nothing to do, this is one small request.
+        """
+        newer = self._retry(lambda: self._log.head(after=None if self._head is None else self._head.version))
+        self._head = newer or self._head or self._retry(self._log.require_head)
+        if self._at is not None and not self._is_behind(self._at, self._head):
+            return
+        lowest = self._retry(self._log.floor) if self._at is None else self._windows[-1].start.version
+        known = set(self._retry(lambda: self._log.skips(start=lowest)))
+        if self._at is None:
+            self._start(lowest, self._head, known)
+        while self._at is not None and self._is_behind(self._at, self._head):
+            yield from self._close(self._at, known)
+            end = self._next_end(self._at)
+            if end <= self._head.version:
+                try:
+                    self._move(self._retry(partial(self._log.read, end)))
+                except (CorruptError, MismatchError, NotFoundError) as error:
+                    logger.warning("no skip leads to version %d: %s", end, error)
+                    self._first = end
+                    self._start(self._retry(self._log.floor), self._head, known)
+
+    def _is_behind(self, at: Manifest, head: Manifest) -> bool:
+        """Whether a skip that ends at this version is left to write, or a later version to move to."""
+        return any(window.is_due(at) for window in self._windows) or self._next_end(at) <= head.version
+
+    def _next_end(self, at: Manifest) -> int:
+        return (at.version // self._levels[0] + 1) * self._levels[0]
+
+    def _start(self, floor: int, head: Manifest, known: set[tuple[int, int]]) -> None:
+        """Load the version where the first missing skip starts, if there is one that can be loaded."""
+        self._at = None
+        first = max(floor, self._first)
+        starts = {
+            start
+            for level in self._levels
+            for start in range(-(-first // level) * level, head.version - level + 1, level)
+            if (start, start + level) not in known
+        }
+        for start in sorted(starts):
+            try:
+                self._load(self._retry(partial(self._log.read, start)))
+            except (CorruptError, MismatchError, NotFoundError) as error:
+                logger.warning("no skip can start at version %d: %s", start, error)
+                self._first = start + 1
+            else:
+                return
+
+    def _load(self, manifest: Manifest) -> None:
+        """Hold a version that no change leads to from the one before. Windows start there."""
+        self._at = self._weights = None
+        self._windows = []
+        self._weights = self._retry(lambda: load(self._log, manifest))
+        self._at = manifest
+        self._windows = [_Window(level, manifest) for level in self._levels]
+
+    def _move(self, target: Manifest) -> None:
+        """Overwrite the weights with another version, and note what they were."""
+
+        def attempt(plan: Plan) -> None:
+            if plan.edges and plan.edges[0].start is None:
+                # All weights are cheaper than the changes, or the model is another one: no skip leads over that.
+                self._load(target)
+                return
+            with closing(fetch_payloads(self._store, (edge.manifest for edge in plan.edges))) as payloads:
+                for edge in plan.edges:
+                    with blocking(edge):
+                        self._apply(edge, list(_decoded(edge, payloads, self._held())))
+
+        def start() -> int | None:
+            return None if self._at is None else self._at.version
+
+        self._retry(lambda: with_fallback(self._log, target, attempt, start=start))
+
+    def _held(self) -> Weights:
+        if self._weights is None:
+            raise CorruptError("the weights are of no version")
+        return self._weights
+
+    def _apply(self, edge: Edge, staged: Sequence[Changes]) -> None:
+        weights, at = self._held(), self._at
+        if at is None or edge.manifest.parent_digest != at.digest:
+            raise CorruptError(
+                f"{edge.key} starts from another digest than that of version {edge.start}",
+                rule="chain.link",
+                key=edge.key,
+                version=edge.end,
+            )
+        replaced = _merged(weights.layout, each(partial(_bits_before, weights), staged))
+        # An interruption leaves weights of no version.
+        self._at = None
+        for _ in each(partial(blocks.overwrite, weights), staged):
+            pass
+        self._windows[0].replaced.append(replaced)
+        self._at = edge.manifest
+
+    def _close(self, at: Manifest, known: set[tuple[int, int]]) -> Iterator[Manifest]:
+        """Write the skips that end at this version, the lowest level first."""
+        for window, above in zip(self._windows, [*self._windows[1:], None], strict=True):
+            if not window.is_due(at):
+                continue
+            before = _Before(self._held(), window.replaced)
+            is_whole = at.version - window.start.version == window.level
+            skip = None
+            if is_whole and (window.start.version, at.version) not in known:
+                skip = self._commit(window.start, at, blocks.encode_difference(before, self._held()))
+            if above is not None:
+                above.replaced.append(_difference(self._held(), before))
+            window.start, window.replaced = at, []
+            if skip is not None:
+                yield skip
+
+    def _commit(self, start: Manifest, end: Manifest, coded: Sequence[Block]) -> Manifest:
+        digest = sum((block.digest for block in coded), start.digest)
+        if digest != end.digest:
+            raise CorruptError(
+                f"the change from version {start.version} leads to the digest {digest}, but version {end.version} has "
+                f"{end.digest}",
+                rule="skip.digest",
+                version=end.version,
+                hint="the memory of this machine may be faulty: run it again",
+            )
+        payloads = [self._payload(start, end, group) for group in grouped(coded)]
+        skip = replace(
+            end,
+            kind="skip",
+            parent=start.version,
+            parent_digest=start.digest,
+            changed=sum(block.changed for block in coded),
+            payloads=tuple(PayloadRef.of(data) for data in payloads),
+            files=None,
+            base=None,
+            extra={},
+        )
+        put_unix_s = self._put(payloads)
+        # This process may have slept, and `prune` may have removed what no manifest names yet.
+        if self._is_late(put_unix_s):
+            put_unix_s = self._put(payloads)
+        self._retry(lambda: self._create(manifest_key(skip), skip.to_bytes()))
+        if self._is_late(put_unix_s):
+            self._put(payloads)
+        return skip
+
+    def _payload(self, start: Manifest, end: Manifest, group: Sequence[Block]) -> bytes:
+        digest = sum((block.digest for block in group), start.digest)
+        return write_payload(PayloadHeader("delta", self._held().layout, start.digest, digest, end.version), group)
+
+    def _is_late(self, put_unix_s: float) -> bool:
+        return abs(self._clock() - put_unix_s) > LATE_S
+
+    def _put(self, payloads: Iterable[bytes]) -> float:
+        """Put payloads; returns when the first of them was."""
+        put_unix_s = self._clock()
+        for data in payloads:
+            self._retry(partial(self._store.put, keys.payload_key(PayloadRef.of(data).sha256), data))
+        return put_unix_s
+
+    def _create(self, key: str, data: bytes) -> None:
+        """Create the manifest. If it exists, another compactor, or an earlier attempt, has written it."""
+        if self._store.capabilities.create_if_absent:
+            self._store.create(key, data)
+        else:
+            self._store.put(key, data)
+
+
+_Piece = tuple[int, NDArray[np.unsignedinteger], Bits]
+
+
+def _decoded(edge: Edge, payloads: Iterator[Payload], weights: Weights) -> Iterator[Changes]:
+    for _, changes in decode_edge(edge, payloads, weights):
+        yield from changes
+
+
+def _bits_before(weights: Weights, changes: Changes) -> list[_Piece]:
+    """The bits of the elements that the changes will overwrite with others."""
+    pieces = []
+    for ordinal, indices, new in tensor_parts(weights.layout, changes):
+        old = weights.arrays[ordinal][indices]
+        is_other = old != new
+        pieces.append((ordinal, indices[is_other], old[is_other]))
+    return pieces
+
+
+def _difference(weights: Weights, before: _Before) -> Changed:
+    """All bits that were replaced since `before`, as one step."""
+
+    def pieces(runs: Runs) -> list[_Piece]:
+        changes = blocks.detect(weights, before, runs)
+        return [piece for part in changes for piece in tensor_parts(weights.layout, part)]
+
+    return _merged(weights.layout, each(pieces, blocks.layout_runs(weights.layout)))
+
+
+def _merged(layout: Layout, pieces: Iterable[list[_Piece]]) -> Changed:
+    """Pieces that do not overlap, by the name of their tensor."""
+    by_name: dict[str, list[tuple[NDArray[np.unsignedinteger], Bits]]] = {}
+    for ordinal, indices, bits in (piece for group in pieces for piece in group):
+        if len(indices):
+            by_name.setdefault(layout.tensors[ordinal].name, []).append((indices, bits))
+    merged: dict[str, tuple[NDArray[np.unsignedinteger], Bits]] = {}
+    for name, parts in by_name.items():
+        parts.sort(key=lambda part: int(part[0][0]))
+        merged[name] = np.concatenate([i for i, _ in parts]), np.concatenate([bits for _, bits in parts])
+    return merged

@@ -1,0 +1,127 @@
+"""Faults in our own code, to prove that the simulation finds them: `python -m simulation --plant NAME …`."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from deltasync.blocks import encode_changes
+from deltasync.errors import ConflictError
+from deltasync.feed import prune, writer
+from deltasync.feed.writer import Lease, Writer
+from deltasync.format import keys
+from deltasync.replica import mirror
+from deltasync.replica.follower import Follower
+from deltasync.trainer import pipeline, publisher, version
+from deltasync.trainer.anchoring import PastWeights
+from deltasync.trainer.capture import in_blocks
+from deltasync.trainer.pipeline import Pipeline
+from deltasync.trainer.version import Metadata, Part, VersionWriter
+
+from .scheduler import scheduler
+
+Plant = Callable[[], AbstractContextManager[object]]
+
+
+class _Equal:
+    """Equal to everything."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@contextmanager
+def _commit_before_payload() -> Iterator[None]:
+    """The manifest of a delta is created first, and then its payload is put."""
+    put, commit, waiting = Writer.put, Writer.commit, "_planted"
+
+    def later(self: Writer, data: bytes) -> object:
+        if b'"kind":"delta"' not in bytes(data[:4096]):
+            return put(self, data)
+        self.__dict__.setdefault(waiting, []).append(data)
+        return version.PayloadRef.of(data)
+
+    def first(self: Writer, manifest: Any) -> None:
+        commit(self, manifest)
+        while self.__dict__.get(waiting):
+            put(self, self.__dict__[waiting][0])
+            self.__dict__[waiting].pop(0)
+
+    with mock.patch.object(Writer, "put", later), mock.patch.object(Writer, "commit", first):
+        yield
+
+
+def _advance_early(self: Pipeline, job: Any, head: Any) -> Any:
+    """As `_write_delta`, but the shadow is overwritten before the commit."""
+    changes = in_blocks(self.shadow.weights.layout, [] if job.capture is None else job.capture)
+    encoded = encode_changes(self.shadow.weights, changes)
+    for part in changes:
+        self.shadow._overwrite(part)
+    metadata = Metadata(step=job.step, files=head.files, extra=job.extra)
+    committed = self.versions.delta(encoded, head, metadata)
+    self._advance(changes, committed)
+    return committed.manifest, job.event(committed)
+
+
+def _always_conflict(self: Writer, key: str, data: bytes) -> None:
+    raise ConflictError(f"{key} exists", key=key)
+
+
+def _own_clock(store: object) -> float:
+    """The clock of the process in place of the store's."""
+    return scheduler().now_s + scheduler().current.process.clock_offset_s
+
+
+def _strict_lease(self: Lease) -> None:
+    held = self._read()
+    if held is None or held.writer != self._writer or held.expires_unix_s < int(self._clock()) + writer.LEASE_S:
+        raise ConflictError("the lease has another time", key=keys.LEASE)
+
+
+def _trust_record(self: mirror.Mirror) -> None:
+    """A mirror in a file is taken for what its record says."""
+    if self._is_open or self.path is None:
+        return
+    layout = mirror.mapped_layout(self.path)
+    record = mirror._read_record(self.path)
+    if layout is not None and record is not None:
+        self.weights, named = mirror.mapped_weights(layout, self.path), record.writing or record.version
+        if named is not None:
+            self._hold(named, self.log.read(named).digest)
+    self._is_open = True
+    self.hand_off()
+
+
+def _patch(owner: object, name: str, value: object) -> Plant:
+    return lambda: mock.patch.object(owner, name, value)
+
+
+_total = Part.total
+PLANTED: dict[str, Plant] = {
+    "commit before payload": _commit_before_payload,
+    "shadow advanced before the commit": _patch(Pipeline, "_write_delta", _advance_early),
+    "prune by its own clock": _patch(prune, "probe_clock", _own_clock),
+    "no read-back after a lost response": _patch(Writer, "_settle", _always_conflict),
+    "lost commit not looked for": _patch(VersionWriter, "lost_commit", lambda self, parent, digest_delta: None),
+    "shadow file trusted without its digest": _patch(publisher, "blocks", SimpleNamespace(digest=lambda w: _Equal())),
+    "mirror file trusted without its digest": _patch(mirror.Mirror, "open", _trust_record),
+    "payloads not put again after a sleep": _patch(version, "LATE_S", math.inf),
+    "orphans not listed again": _patch(prune, "_is_older", lambda *args: True),
+    "changes for a target at another version": _patch(Follower, "_is_proved_at", lambda self, version: True),
+    "replicas not respected by prune": _patch(prune, "is_live", lambda beat, now, **options: False),
+    "captures not rebased": _patch(pipeline, "rebase", lambda layout, pending, sent, before: pending),
+    "anchor of a shadow that moves": _patch(PastWeights, "note", lambda self, replaced: None),
+    "last rank left out": _patch(Part, "total", classmethod(lambda cls, parts: _total(parts[:-1] or parts))),
+    "lease that knows only one thread": _patch(Lease, "_require_held", _strict_lease),
+    "floor by versions alone": _patch(
+        prune, "_floor", lambda contents, **keep: max(0, (contents.head or 0) - keep["keep_versions"] + 1)
+    ),
+}
+"""By name, a context in which the fault is there."""

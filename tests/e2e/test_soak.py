@@ -1,0 +1,50 @@
+"""A short soak of the whole system. `make soak` runs a long one, with a vLLM server."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.servers import missing
+from support.vllm import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+MINUTES = 3.0
+SEED = 1
+CANNOT_RUN = 2
+
+
+def test_the_system_survives_faults_and_ends_with_equal_bits(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "soak", "--minutes", str(MINUTES), "--seed", str(SEED)]
+    command += ["--folder", str(tmp_path / "soak"), "--json", str(tmp_path / "report.json")]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=60 * MINUTES + 1200)
+    finally:
+        # It ends what it started.
+        process.send_signal(signal.SIGTERM)
+        process.wait(120)
+    if process.returncode == CANNOT_RUN:
+        missing(output[-1000:])
+    assert process.returncode == 0, output[-20_000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["problems"] == []
+    # It was not idle: versions went on, and faults of all kinds were survived.
+    assert report["versions"] > 20
+    assert report["served_versions_compared"] > 20
+    assert set(report["kills"]) >= {"trainer", "torch", "folder"}
+    assert set(report["stops"]) >= {"trainer", "torch", "steady", "folder", "store"}
+    assert len(report["spoiled_answers"]) >= 6
+    if "left out" not in output:
+        assert report["full_disks"]
+        assert report["clock_jumps"]

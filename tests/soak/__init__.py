@@ -1,0 +1,1 @@
+"""A soak of the whole system: real processes and a real S3 server, under faults that a seed chooses."""

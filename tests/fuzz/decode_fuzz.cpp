@@ -1,17 +1,23 @@
-// A coverage-guided fuzz target of the decoders: no input may crash them, and every instruction set must give the same
-// result or the same error. What decodes is encoded again, which must give it back.
+// Fuzz targets of the decoders: no input may crash them, and every instruction set must give the same result or the
+// same error. What decodes is encoded again, which must give it back. The variable FUZZ_TARGET names one of `kTargets`.
 //
 // An input is a head that says which elements there are, and a block that claims to speak of them:
-//   kind, mode, look: 1 byte each; seed: 4 bytes; number of runs less one: 1 byte; elements of each run: 2 bytes, the
-//   top bit set for large ones; then the block, or (mode kCrafted) numbers from which a well-formed block is made.
+//   kind, look: 1 byte each; seed: 4 bytes; number of runs less one: 1 byte; elements of each run: 2 bytes, the top bit
+//   set for large ones; then the block. For `crafted`, numbers follow from which a well-formed block is made.
+// For `large` the head is kind, look, seed (1 byte each), log2 of the elements below 2^25, codec (1 byte each).
 // seeds.py makes such inputs with the encoder of the Python reference: `element` below has a twin there.
+//
+// Mutations know the fields of a block (fields.hpp). clang runs the targets under libFuzzer, guided by coverage; with
+// other compilers driver.cpp replays the corpus and mutates it.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <optional>
 #include <string_view>
 
 #include "changes.hpp"
 #include "digest.hpp"
+#include "fields.hpp"
 #include "planes.hpp"
 #include "sequence.hpp"
 
@@ -22,7 +28,9 @@ namespace {
 constexpr Kind kKinds[] = {{2, 7, 0xFF}, {2, 10, 0x1F}, {4, 23, 0xFF}, {1, 3, 0x0F}, {1, 2, 0x1F},
                            {1, 0, 0},    {2, 0, 0},     {4, 0, 0},     {8, 0, 0}};
 constexpr u64 kRunsMax = 4, kFewElements = 200, kManyElements = 4300;  // a tile has 4096
-enum Mode { kRelative, kAbsolute, kPlanes, kCrafted, kModes };
+constexpr u64 kNarrowKinds[] = {0, 1, 3, 4, 5, 6};                     // up to 2 bytes wide: 2^25 elements fit 64 MiB
+enum Target { kRelative, kAbsolute, kPlanes, kSequence, kCrafted, kLarge, kTargetCount };
+constexpr std::string_view kTargets[kTargetCount] = {"relative", "absolute", "planes", "sequence", "crafted", "large"};
 enum Look { kUniform, kWeights, kSpecial, kConstant, kLooks };
 
 [[noreturn]] void fail(const char* what) {
@@ -81,6 +89,9 @@ public:
             add(look, seed, size >> 15 ? (size & 0x7FFF) % kManyElements : size % kFewElements, r);
         }
     }
+
+    // One run of so many elements.
+    Elements(const Kind& kind, Look look, u64 seed, u64 count) : kind_(kind) { add(look, seed, count, 0); }
 
     Elements(const Elements& other) : kind_(other.kind_) {
         for (const Run& run : other.runs_) copy(run);
@@ -210,26 +221,49 @@ void fuzz_changes(const Kind& kind, const Elements& elements, std::span<const u8
     round_trip(kind, elements, applied(kind, elements, found.decoded));
 }
 
-Bytes decoded_planes(const Kind& kind, u64 elements, std::span<const u8> block) {
+Bytes decoded_planes(const Isa& isa, const Kind& kind, u64 elements, std::span<const u8> block) {
     Bytes values(elements * static_cast<u64>(kind.width));
     ByteReader in(block);
-    decode_planes(in, kind, elements, values.data());
+    decode_planes(in, kind, elements, values.data(), isa);
     in.require_end();
     return values;
+}
+
+// The rule that a block of planes breaks, or its elements.
+struct Planes {
+    std::string_view rule;
+    Bytes values;
+
+    bool operator==(const Planes&) const = default;
+};
+
+Planes planes_of(const Isa& isa, const Kind& kind, u64 elements, std::span<const u8> block) {
+    try {
+        return {"", decoded_planes(isa, kind, elements, block)};
+    } catch (const Corrupt& corrupt) {
+        return {corrupt.rule, {}};
+    }
 }
 
 void fuzz_planes(const Kind& kind, const Elements& elements, std::span<const u8> block) {
     u64 count = elements.runs().elements;
     Bytes coded;
     encode_planes(coded, kind, elements.runs());
-    require(decoded_planes(kind, count, coded) == elements.bytes(), "planes do not decode to what was encoded");
-    try {
-        Bytes values = decoded_planes(kind, count, block), again;
-        Run all{values.data(), count, {0, 0}, 0};
-        encode_planes(again, kind, {&all, 1, count});
-        require(decoded_planes(kind, count, again) == values, "planes that were decoded do not come back");
-    } catch (const Corrupt&) {
+    Planes first = planes_of(*portable_isa(), kind, count, block);
+    for (const Isa* isa : instruction_sets()) {
+        Bytes same;
+        encode_planes(same, kind, elements.runs(), *isa);
+        require(same == coded, "instruction sets encode planes differently");
+        require(decoded_planes(*isa, kind, count, coded) == elements.bytes(),
+                "planes do not decode to what was encoded");
+        require(planes_of(*isa, kind, count, block) == first, "instruction sets decode planes differently");
     }
+    if (!first.rule.empty()) return;
+    Run all{first.values.data(), count, {0, 0}, 0};
+    Bytes again;
+    encode_planes(again, kind, {&all, 1, count});
+    require(decoded_planes(*portable_isa(), kind, count, again) == first.values,
+            "planes that were decoded do not come back");
 }
 
 // A block of well-formed sequences whose numbers are anything: damage by chance does not get that far.
@@ -254,22 +288,149 @@ Bytes crafted(const Kind& kind, Feed& feed) {
     return block;
 }
 
+// Numbers of any width under any contexts: those that decode must be coded again to numbers that are equal.
+template <class Value>
+void fuzz_numbers(std::span<const u64> counts, int value_bits, std::span<const u8> data) {
+    u64 count = 0;
+    for (u64 c : counts) count += c;
+    std::vector<Value> values(count), again(count);
+    ByteReader in(data);
+    decode_buckets(in, counts, value_bits, std::span<Value>(values));
+    for (Value value : values)
+        require(value_bits == 64 || (value >> (value_bits - 1) >> 1) == 0, "a number has more bits than it may have");
+    Bytes coded;
+    encode_buckets(coded, std::span<const Value>(values), counts);
+    ByteReader second(coded);
+    decode_buckets(second, counts, value_bits, std::span<Value>(again));
+    second.require_end();
+    require(again == values, "numbers do not come back");
+}
+
+void fuzz_sequence(Feed& feed) {
+    constexpr int kBits[] = {8, 16, kBlockElementsLog2, 32, 64};
+    int value_bits = kBits[feed.take(1) % std::size(kBits)];
+    std::vector<u64> counts(1 + feed.take(1) % kClassesMax);
+    for (u64& count : counts) {
+        u64 size = feed.take(2);
+        count = size >> 15 ? (size & 0x7FFF) % kManyElements : size % kFewElements;
+    }
+    try {
+        if (value_bits > 32)
+            fuzz_numbers<u64>(counts, value_bits, feed.rest());
+        else
+            fuzz_numbers<u32>(counts, value_bits, feed.rest());
+    } catch (const Corrupt&) {
+    }
+}
+
+// The elements of a large block, kept for the next input: most mutations leave them alone.
+const Elements& large_elements(const Kind& kind, Look look, u64 seed, u64 count) {
+    static std::optional<Elements> kept;
+    static std::array<u64, 4> kept_for;
+    std::array<u64, 4> wanted{static_cast<u64>(&kind - kKinds), look, seed, count};
+    if (!kept || kept_for != wanted) {
+        kept.reset();
+        kept.emplace(kind, look, seed, count);
+        kept_for = wanted;
+    }
+    return *kept;
+}
+
+// Up to as many elements as a block may have. Two sets of kernels, so that a run stays within 2 GB.
+void fuzz_large(Feed& feed) {
+    const Kind& kind = kKinds[kNarrowKinds[feed.take(1) % std::size(kNarrowKinds)]];
+    Look look = static_cast<Look>(feed.take(1) % kLooks);
+    u64 seed = feed.take(1) % 2, count = kBlockElementsMax >> feed.take(1) % 10;
+    Target codec = static_cast<Target>(feed.take(1) % (kPlanes + 1));
+    if (codec == kPlanes) {
+        try {
+            decoded_planes(*instruction_sets().back(), kind, count, feed.rest());
+        } catch (const Corrupt&) {
+        }
+        return;
+    }
+    const Elements& elements = large_elements(kind, look, seed, count);
+    const Isa* best = instruction_sets().back();
+    Outcome found = decode(*best, kind, elements.runs(), feed.rest(), codec == kAbsolute);
+    require(decode(*portable_isa(), kind, elements.runs(), feed.rest(), codec == kAbsolute) == found,
+            "instruction sets decode differently");
+    if (!found.rule.empty()) return;
+    check_positions(found.decoded.positions, count);
+    Elements after(elements);
+    overwrite(kind, after.writable(), found.decoded.positions, found.decoded.values.data());
+    Lanes before = best->digest(kind, elements.runs()), now = best->digest(kind, after.runs());
+    for (int lane = 0; lane < 2; ++lane) now.sum[lane] -= before.sum[lane];
+    require(same(now, found.decoded.digest_delta), "the digest did not follow the changes");
+}
+
+Target chosen_target() {
+    const char* name = std::getenv("FUZZ_TARGET");
+    for (u64 target = 0; target < kTargetCount; ++target)
+        if (name && kTargets[target] == name) return static_cast<Target>(target);
+    fail("FUZZ_TARGET must be relative, absolute, planes, sequence, crafted or large");
+}
+
+Target target() {
+    static const Target chosen = chosen_target();
+    return chosen;
+}
+
+// How long the head of an input is, and what follows it.
+struct Shape {
+    std::size_t head;
+    BlockShape block;
+};
+
+Shape shape_of(std::span<const u8> input) {
+    Feed feed(input);
+    if (target() == kLarge) {
+        Target codec = static_cast<Target>(input.size() > 4 ? input[4] % (kPlanes + 1) : 0);
+        const Kind& kind = kKinds[kNarrowKinds[feed.take(1) % std::size(kNarrowKinds)]];
+        return {5, {codec == kPlanes, codec == kAbsolute, kind.width}};
+    }
+    const Kind& kind = kKinds[feed.take(1) % std::size(kKinds)];
+    feed.take(5);
+    u64 runs = 1 + feed.take(1) % kRunsMax;
+    return {7 + 2 * runs, {target() == kPlanes, target() == kAbsolute, kind.width}};
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const u8* data, std::size_t size) {
     Feed feed({data, size});
-    const Kind& kind = kKinds[feed.take(1) % std::size(kKinds)];
-    Mode mode = static_cast<Mode>(feed.take(1) % kModes);
-    Elements elements(kind, feed);
     try {
-        if (mode == kPlanes)
-            fuzz_planes(kind, elements, feed.rest());
-        else if (mode == kCrafted)
-            fuzz_changes(kind, elements, crafted(kind, feed), false);
-        else
-            fuzz_changes(kind, elements, feed.rest(), mode == kAbsolute);
+        if (target() == kSequence) {
+            fuzz_sequence(feed);
+        } else if (target() == kLarge) {
+            fuzz_large(feed);
+        } else {
+            const Kind& kind = kKinds[feed.take(1) % std::size(kKinds)];
+            Elements elements(kind, feed);
+            if (target() == kPlanes)
+                fuzz_planes(kind, elements, feed.rest());
+            else if (target() == kCrafted)
+                fuzz_changes(kind, elements, crafted(kind, feed), false);
+            else
+                fuzz_changes(kind, elements, feed.rest(), target() == kAbsolute);
+        }
     } catch (const Invalid& invalid) {
         fail(invalid.rule);
     }
     return 0;
+}
+
+extern "C" std::size_t LLVMFuzzerMutate(u8* data, std::size_t size, std::size_t most);
+
+// Half of the mutations change one field of the block and leave all others readable.
+extern "C" std::size_t LLVMFuzzerCustomMutator(u8* data, std::size_t size, std::size_t most, unsigned seed) {
+    std::minstd_rand random(seed);
+    Shape shape = shape_of({data, size});
+    if (random() % 2 || target() == kSequence || target() == kCrafted || size <= shape.head)
+        return LLVMFuzzerMutate(data, size, most);
+    Bytes changed(data, data + shape.head);
+    Bytes block = with_other_field({data + shape.head, size - shape.head}, shape.block, random);
+    changed.insert(changed.end(), block.begin(), block.end());
+    if (changed.size() > most) return LLVMFuzzerMutate(data, size, most);
+    std::memcpy(data, changed.data(), changed.size());
+    return changed.size();
 }

@@ -1,0 +1,1 @@
+"""Fuzzing of everything that reads bytes of others: `python -m fuzz` runs all targets."""

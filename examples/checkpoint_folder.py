@@ -16,9 +16,10 @@ import tempfile
 from pathlib import Path
 
 import torch
+from shared import published, ratio_text, same_bits
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from deltasync import Advance, FolderTarget, Follower, PublisherOptions
+from deltasync import Advance, FolderTarget, Follower, PublisherOptions, PublishEvent
 from deltasync.torch import Publisher
 from deltasync.transformers import model_files
 
@@ -44,7 +45,7 @@ class Engine:
 
 def main(url: str, folder: Path) -> None:
     current, engine, trained = folder / "current", Engine(), tiny_model()
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-6)
     rows = torch.randint(0, 256, (8, 16))
 
     def on_switch(moved: Advance) -> None:
@@ -54,8 +55,10 @@ def main(url: str, folder: Path) -> None:
 
     # The configuration is published beside the weights, so that the folder can be loaded.
     files, target = model_files(trained, dtype=torch.bfloat16), FolderTarget(current)
+    events: list[PublishEvent] = []
+    options = PublisherOptions(files=files, observer=events.append)
     with (
-        Publisher(url, dtype=torch.bfloat16, options=PublisherOptions(files=files)) as publisher,
+        Publisher(url, dtype=torch.bfloat16, options=options) as publisher,
         Follower(url, target, mirror=folder / "mirror", observer=on_switch) as follower,
     ):
         publisher.publish(trained, step=0).wait()
@@ -68,8 +71,8 @@ def main(url: str, folder: Path) -> None:
             # A replica in a process of its own would call start(), and poll for versions by itself.
             follower.advance()
 
-    loaded = engine.model.state_dict()
-    exact = all(torch.equal(loaded[name], weight.bfloat16()) for name, weight in trained.state_dict().items())
+    exact = same_bits(engine.model.state_dict(), published(trained))
+    print(ratio_text(events))
     print(f"the engine has the weights of step {STEPS}, bit for bit: {'yes' if exact else 'NO'}")
     if not exact:
         raise SystemExit(3)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from shared import ratio_text, same_bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -38,9 +39,9 @@ def main(url: str, folder: Path) -> None:
     rank = dist.get_rank()
     torch.manual_seed(1 + rank)  # each rank has its own batches
 
-    with ShardedPublisher(
-        url, dtype=torch.bfloat16, options=deltasync.PublisherOptions(observer=print if rank == 0 else None)
-    ) as publisher:
+    events: list[deltasync.PublishEvent] = []
+    options = deltasync.PublisherOptions(observer=events.append)
+    with ShardedPublisher(url, dtype=torch.bfloat16, options=options) as publisher:
         publisher.publish(model, step=0)
         for step in range(1, STEPS + 1):
             batch = torch.randn(32, 256)
@@ -53,8 +54,8 @@ def main(url: str, folder: Path) -> None:
     trained = {name: weight.full_tensor().bfloat16() for name, weight in model.state_dict().items()}
     if rank == 0:
         manifest = deltasync.restore(url, folder / "last")
-        restored = load_file(folder / "last" / "model.safetensors")
-        exact = all(torch.equal(restored[name], weight) for name, weight in trained.items())
+        exact = same_bits(load_file(folder / "last" / "model.safetensors"), trained)
+        print(*events, ratio_text(events), sep="\n")
         print(f"version {manifest.version} is step {manifest.step}, bit for bit: {'yes' if exact else 'NO'}")
         if not exact or manifest.step != STEPS:
             raise SystemExit(3)

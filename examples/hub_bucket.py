@@ -5,16 +5,17 @@ A private bucket is made if there is none. A bucket has no create-if-absent, so 
 
     pip install 'deltasync[hf,torch]'
     export HF_TOKEN=…                                               # or `hf auth login`
-    python examples/hub_bucket.py hf://buckets/NAMESPACE/NAME/PREFIX      # a prefix without a feed
+    python examples/hub_bucket.py hf://buckets/NAMESPACE/NAME/PREFIX
 """
 
 import sys
 
 import huggingface_hub
 import torch
+from shared import published, ratio_text, same_bits
 
 import deltasync
-from deltasync import Follower
+from deltasync import Follower, PublishEvent
 from deltasync.torch import ModuleTarget, Publisher
 
 STEPS = 5
@@ -30,8 +31,12 @@ def main(url: str) -> None:
 
     trained, served = new_model(), new_model().bfloat16()
     optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-6)
-    target = ModuleTarget(served)
-    with Publisher(url, dtype=torch.bfloat16) as publisher, Follower(url, target) as follower:
+    events: list[PublishEvent] = []
+    options = deltasync.PublisherOptions(observer=events.append)
+    with (
+        Publisher(url, dtype=torch.bfloat16, options=options) as publisher,
+        Follower(url, ModuleTarget(served)) as follower,
+    ):
         for step in range(STEPS + 1):
             if step > 0:
                 batch = torch.randn(32, 256)
@@ -42,8 +47,9 @@ def main(url: str) -> None:
             # A replica in a process of its own would call start(), and poll for versions by itself.
             print(follower.advance())
 
-    exact = all(torch.equal(served.state_dict()[n], w.bfloat16()) for n, w in trained.state_dict().items())
+    exact = same_bits(served.state_dict(), published(trained))
     clean = deltasync.verify(url, deep=True).is_clean
+    print(ratio_text(events))
     print(f"the replica has the weights of step {STEPS}, bit for bit: {'yes' if exact else 'NO'}")
     print(f"verify --deep: {'clean' if clean else 'DAMAGED'}")
     if not exact or not clean:

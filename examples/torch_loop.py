@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from shared import published, ratio_text, same_bits
 
 import deltasync
+from deltasync import PublishEvent
 from deltasync.torch import Publisher
 
 STEPS = 10
@@ -23,7 +25,9 @@ def main(url: str, folder: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6)
 
-    with Publisher(url, dtype=torch.bfloat16, options=deltasync.PublisherOptions(observer=print)) as publisher:
+    events: list[PublishEvent] = []
+    options = deltasync.PublisherOptions(observer=events.append)
+    with Publisher(url, dtype=torch.bfloat16, options=options) as publisher:
         publisher.publish(model, step=0)
         for step in range(1, STEPS + 1):
             batch = torch.randn(32, 256)
@@ -33,8 +37,8 @@ def main(url: str, folder: Path) -> None:
             publisher.publish(model, step=step)
 
     manifest = deltasync.restore(url, folder / "last")
-    restored = load_file(folder / "last" / "model.safetensors")
-    exact = all(torch.equal(restored[name], weight.bfloat16()) for name, weight in model.state_dict().items())
+    exact = same_bits(load_file(folder / "last" / "model.safetensors"), published(model))
+    print(*events, ratio_text(events), sep="\n")
     print(f"version {manifest.version} is step {manifest.step}, bit for bit: {'yes' if exact else 'NO'}")
     if not exact or manifest.step != STEPS:
         raise SystemExit(3)

@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
+from shared import ratio_text, same_bits
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -67,6 +68,7 @@ class Rollouts:
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self.served: list[tuple[int, int]] = []
         """The label of each group, as TRL counts versions, and the version of the feed that made it."""
+        self.published: list[deltasync.PublishEvent] = []
         self._replica, self._label = replica, 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -177,7 +179,7 @@ def train(
 ) -> tuple[AsyncGRPOTrainer, DeltasyncTransfer]:
     """The training script: a transfer, a trainer, and the two attached to each other."""
     files = model_files(AutoModelForCausalLM.from_pretrained(folder / "model"), tokenizer)
-    options = deltasync.PublisherOptions(files=files)
+    options = deltasync.PublisherOptions(files=files, observer=rollouts.published.append)
     transfer = DeltasyncTransfer(url, max_lag=MAX_LAG, timeout_s=60, options=options)
     trainer = AsyncGRPOTrainer(
         str(folder / "model"),
@@ -213,13 +215,14 @@ def report(url: str, folder: Path, trainer: AsyncGRPOTrainer, rollouts: Rollouts
     """Print what was published, and whether it is what was trained."""
     head = deltasync.restore(url, folder / "last")
     last = dict(AutoModelForCausalLM.from_pretrained(folder / "last").named_parameters())
-    exact = all(torch.equal(last[name], p) for name, p in trainer.model.named_parameters())
+    exact = same_bits(last, {name: p.detach() for name, p in trainer.model.named_parameters()})
     table = Table(title="Asynchronous GRPO through a feed", show_header=False)
     table.add_row("steps, versions", f"{trainer.state.global_step}, {head.version + 1}")
     table.add_row("groups generated, with versions", f"{len(rollouts.served)}, {len({v for _, v in rollouts.served})}")
     table.add_row("the last version is what was trained", "yes" if exact else "NO")
     table.add_row("no sample is older than its label", "yes" if is_honest else "NO")
     Console().print(table)
+    print(ratio_text(rollouts.published, itemsize=4))
     if not exact or not is_honest:
         raise SystemExit(3)
 

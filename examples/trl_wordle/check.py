@@ -131,7 +131,7 @@ def print_report(head: int, checks: dict[str, Any], report: dict[str, Any]) -> b
     results = [
         (checks["version"] == head, f"the server has version {checks['version']} of {head}"),
         (not tensors["differing"], f"{tensors['compared']} tensors in its mirror are the trainer's, bit by bit"),
-        (live == {"version": head, "damaged": []}, "its live memory is its mirror"),
+        (live == {"version": head, "damaged": [], "unseen_elements": 0}, "its live memory is its mirror"),
         (
             apart["mean"] < min(MOST_APART, apart["before"] / 3),
             f"log-probabilities are {apart['mean']:.4f} from those of transformers, at most {apart['max']:.4f} "

@@ -18,8 +18,9 @@ import torch
 from environment import GREEN, GUESSES, NO_WORD, OVER, SIGNS, WORDS, marks, marks_text
 from game import PROMPT, WordleGame
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from trl.chat_template_utils import qwen3_instruct_2507_chat_template
+from wordle.training import Learner, lr_share, small_model
 
 STEPS, GAMES, LR, HEEDS = 150, 32, 5e-3, 0.6
 """Of the imitation: steps, games in each, learning rate, and the share of guesses that fit all marks so far."""
@@ -67,7 +68,7 @@ def rendered(
 
 
 def careless_game(chance: random.Random) -> list[Message]:
-    """A game in which a guess fits all marks so far with the probability `HEEDS`, and else is any word."""
+    """A game in which a guess fits all marks so far with the probability `HEEDS`, and is any word otherwise."""
     messages: list[Message] = [{"role": "user", "content": PROMPT}]
     answer, fitting = chance.choice(WORDS), list(WORDS)
     for turn in range(GUESSES):
@@ -85,40 +86,28 @@ def careless_game(chance: random.Random) -> list[Message]:
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """An untrained model."""
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
+    model = small_model(
+        vocabulary=128,
+        tokens_max=256,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model: Qwen3ForCausalLM = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     return model
 
 
 def imitate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, chance: random.Random) -> float:
     """Learn from careless games and return the last loss. Only the tokens that the policy writes count."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    learner = Learner(model, lr=LR)
     written = torch.tensor(tokenizer.convert_tokens_to_ids([*LETTERS, CALL, CALLED, END]))
     for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = LR * min((step + 1) / 10, 1 - step / STEPS)
+        learner.lr = LR * lr_share(step, STEPS)
         games = [rendered(tokenizer, careless_game(chance), tokenize=True, to_be_continued=False) for _ in range(GAMES)]
         ids = tokenizer.pad({"input_ids": games}, return_tensors="pt")
         labels = torch.where(torch.isin(ids["input_ids"], written), ids["input_ids"], -100)
-        loss = model(**ids, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return float(loss.detach())
+        loss = learner.step(model(**ids, labels=labels).loss)
+    return loss
 
 
 def make_model(folder: Path, *, seed: int = 0) -> float:

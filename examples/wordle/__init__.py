@@ -1,1 +1,1 @@
-"""The demo, `make demo`: a small policy learns Wordle, and its replicas follow every step through a feed."""
+"""A policy that learns Wordle by GRPO, and the replicas that play for it."""

@@ -1,8 +1,9 @@
 """A replica of the demo: follows the feed in a thread, and plays games with the live version.
 
-Run as `python -m wordle.replica SETTINGS NAME`.
+Run as `python -m wordle.replica SETTINGS NAME`, by the demo.
 """
 
+import shutil
 import sys
 import tempfile
 import threading
@@ -12,14 +13,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from demo.child import Orders, run_child, send, send_move
+from demo.published import digest_of, published_copy
+from demo.settings import WORDLE, Settings
 from transformers import PreTrainedModel
 
-from deltasync import Advance, Follower, InvalidInputError, NotFoundError, Store, StoreError, open_store, restore
+from deltasync import Follower, InvalidInputError, NotFoundError, Store, StoreError, open_store, restore
 from deltasync.torch import ModuleTarget
 from wordle.game import Wordle
-from wordle.processes import GAMES, GROUP, SPOOL, Orders, Settings, run_child, send
-from wordle.rollouts import Rollouts, Spool
-from wordle.training import digest_of, play, policy_of_config, published_copy
+from wordle.rollouts import GAMES, GROUP, Rollouts, Spool
+from wordle.training import play, policy_of_config
 
 _POLL_S = 0.2
 _FIRST_POLL_S = 1.0
@@ -79,17 +82,18 @@ class Player:
 def main(settings: Settings, name: str, orders: Orders) -> None:
     """Follow and play until ordered otherwise."""
     torch.set_num_threads(1)
-    with open_store(settings.store) as store:
-        first = _first_version(store, orders)
-        if first is None:
+    mirror = settings.mirror(WORDLE, name)
+    config = mirror.with_suffix(".config.json")
+    with open_store(settings.feed(WORDLE)) as store:
+        # A replica that is started again has the shape of the model on its disk, beside its mirror.
+        if not config.is_file() and not _save_config(store, config, orders):
             return
-        version, config = first
-        policy = LivePolicy(policy_of_config(config))
+        policy = LivePolicy(policy_of_config(config.read_bytes()))
         # A replica plays other games than its neighbour, and than itself before a restart.
-        seed = zlib.crc32(f"{settings.seed} {name} {version}".encode())
-        player = Player(policy, Spool(settings.folder / SPOOL), name, seed=seed)
-        mirror = settings.folder / f"{name}.mirror"
-        with Follower(store, policy.target, mirror=mirror, replica=name, observer=_send_move) as follower:
+        seed = zlib.crc32(f"{settings.seed} {name} {time.time_ns()}".encode())
+        player = Player(policy, Spool.of(settings), name, seed=seed)
+        with Follower(store, policy.target, mirror=mirror, replica=name, observer=send_move) as follower:
+            send("following")
             follower.start()
             _serve(follower, policy, player, orders)
 
@@ -109,14 +113,14 @@ def _serve(follower: Follower, policy: LivePolicy, player: Player, orders: Order
             orders.stopped.wait(_POLL_S)
 
 
-def _first_version(store: Store, orders: Orders) -> tuple[int, bytes] | None:
-    """The newest version and its config.json, as soon as there is one; None if this process was stopped before."""
+def _save_config(store: Store, path: Path, orders: Orders) -> bool:
+    """Save the config.json of the newest version, as soon as there is one; False if this process was stopped before."""
     deadline_s = time.monotonic() + _PATIENCE_S
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "first"
         while True:
             try:
-                version = restore(store, checkpoint).version
+                restore(store, checkpoint)
                 break
             except NotFoundError:
                 deadline_s = time.monotonic() + _PATIENCE_S
@@ -124,24 +128,14 @@ def _first_version(store: Store, orders: Orders) -> tuple[int, bytes] | None:
                 if not error.transient or time.monotonic() > deadline_s:
                     raise
             if orders.stopped.wait(_FIRST_POLL_S):
-                return None
+                return False
         config = checkpoint / "config.json"
         if not config.is_file():
             raise InvalidInputError(
                 f"the feed in {store.url} has no config.json", hint="let the demo make its own feed"
             )
-        return version, config.read_bytes()
-
-
-def _send_move(moved: Advance) -> None:
-    send(
-        "moved",
-        version=moved.version,
-        from_version=moved.from_version,
-        edges=list(moved.edges),
-        nbytes=moved.nbytes,
-        pause_s=moved.seconds.pause,
-    )
+        shutil.copyfile(config, path)
+        return True
 
 
 if __name__ == "__main__":

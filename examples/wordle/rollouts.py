@@ -7,10 +7,15 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
+from demo.settings import Settings
 
 from wordle.training import Played
+
+GAMES, GROUP = 128, 8
+"""The number of games that a replica plays at once and a step learns from; games of one group have the same answer."""
 
 _SUFFIX = ".npz"
 
@@ -29,6 +34,13 @@ class Spool:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """The folder of a run. It is made if it is not there."""
+        folder = settings.folder / "rollouts"
+        folder.mkdir(exist_ok=True)
+        return cls(folder)
 
     def waiting(self, replica: str) -> int:
         """The number of files of a replica that the trainer has not taken yet."""

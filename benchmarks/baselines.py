@@ -31,7 +31,7 @@ class Baseline:
     decode: Decode
 
     def pair_bytes(self, pair: Pair) -> int:
-        """Give the size of the whole change; framing and names are not counted, in favour of the baseline."""
+        """Return the size of the whole change; framing and names are not counted, in favour of the baseline."""
         return sum(len(section) for old, new in pair.tensors() for section in self.encode(old, new))
 
     def check(self, old: Bits, new: Bits) -> None:
@@ -48,7 +48,7 @@ class SizeOnly:
     size_in_bits: SizeInBits
 
     def pair_bytes(self, pair: Pair) -> int:
-        """Give the size of the whole change, each block in whole bytes; framing is not counted."""
+        """Return the size of the whole change, each block in whole bytes; framing is not counted."""
         return sum(-(-self.size_in_bits(old, new, pair.kind) // 8) for old, new in blocks(pair))
 
     def check(self, old: Bits, new: Bits) -> None:
@@ -89,7 +89,7 @@ def encode_gaps_u16(old: Bits, new: Bits) -> list[bytes]:
 
 
 def decode_gaps_u16(old: Bits, message: Sequence[bytes]) -> Bits:
-    """Invert `encode_gaps_u16`; the lengths of the sections tell the width."""
+    """Invert `encode_gaps_u16`; the lengths of the sections give the width."""
     gaps, values = message
     count = len(values) // old.dtype.itemsize
     width = f"<u{len(gaps) // count}" if count else "<u2"
@@ -112,11 +112,24 @@ def encode_narrow_gaps_zstd(old: Bits, new: Bits) -> list[bytes]:
 
 
 def decode_gaps_zstd(old: Bits, message: Sequence[bytes]) -> Bits:
-    """Invert `encode_gaps_zstd` and `encode_narrow_gaps_zstd`; the lengths of the sections tell the width."""
+    """Invert `encode_gaps_zstd` and `encode_narrow_gaps_zstd`; the lengths of the sections give the width."""
     gaps, values = (_decompress(section) for section in message)
     count = len(values) // old.dtype.itemsize
     width = f"<u{len(gaps) // count}" if count else "<u4"
     return _scatter(old, np.cumsum(np.frombuffer(gaps, width), dtype=np.int64), values)
+
+
+def encode_gaps_xor_zstd(old: Bits, new: Bits) -> list[bytes]:
+    """Gaps in u16, or in u32 if one does not fit, then old XOR new of what changed, each through zstd-1."""
+    changed = np.flatnonzero(old != new)
+    gaps, _ = encode_gaps_u16(old, new)
+    return [_compress(np.frombuffer(gaps, np.uint8), level=1), _compress(old[changed] ^ new[changed], level=1)]
+
+
+def decode_gaps_xor_zstd(old: Bits, message: Sequence[bytes]) -> Bits:
+    """Invert `encode_gaps_xor_zstd`."""
+    gaps, flips = (_decompress(section) for section in message)
+    return old ^ decode_gaps_u16(np.zeros_like(old), [gaps, flips])
 
 
 def encode_xor(old: Bits, new: Bits) -> list[bytes]:
@@ -145,6 +158,7 @@ BASELINES: tuple[Baseline | SizeOnly, ...] = (
     Baseline("u16 gaps + value", encode_gaps_u16, decode_gaps_u16),
     Baseline("int32 gaps + value, zstd-1", encode_gaps_zstd, decode_gaps_zstd),
     Baseline("narrow gaps + value, zstd-1", encode_narrow_gaps_zstd, decode_gaps_zstd),
+    Baseline("u16 gaps + XOR, zstd-1", encode_gaps_xor_zstd, decode_gaps_xor_zstd),
     SizeOnly("exponent classes, Rice", exponent_rice_bits),
     Baseline("dense XOR, zstd-1", encode_xor, decode_xor),
     Baseline("full weights, zstd-3", encode_full, decode_full),
@@ -158,8 +172,10 @@ def _scatter(old: Bits, changed: np.ndarray[tuple[int], np.dtype[np.int64]], val
 
 
 def _compress(data: np.ndarray[tuple[int], np.dtype[np.generic]], *, level: int) -> bytes:
-    return zstandard.ZstdCompressor(level=level).compress(np.ascontiguousarray(data).data)
+    section: bytes = zstandard.ZstdCompressor(level=level).compress(np.ascontiguousarray(data).data)
+    return section
 
 
 def _decompress(section: bytes) -> bytes:
-    return zstandard.ZstdDecompressor().decompress(section)
+    data: bytes = zstandard.ZstdDecompressor().decompress(section)
+    return data

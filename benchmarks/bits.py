@@ -48,7 +48,7 @@ ELEMENT_TYPES: dict[str, ElementType] = {
 
 
 def exponents(bits: Bits, kind: ElementType) -> NDArray[np.uint8]:
-    """Give the exponent field of every element; all zero for integers."""
+    """Return the exponent field of every element; all zero for integers."""
     if not kind.is_float:
         return np.zeros(bits.shape, np.uint8)
     shifted = bits >> bits.dtype.type(kind.mantissa_bits)
@@ -56,7 +56,7 @@ def exponents(bits: Bits, kind: ElementType) -> NDArray[np.uint8]:
 
 
 def monotone(bits: Bits) -> NDArray[np.int64]:
-    """Map float bits to integers in the order of the numbers: flip all bits of a negative, else the sign."""
+    """Map float bits to integers in the order of the numbers: flip all bits if negative, otherwise the sign."""
     top = bits.dtype.itemsize * 8 - 1
     sign = bits.dtype.type(1 << top)
     ones = bits.dtype.type((1 << (top + 1)) - 1)
@@ -64,7 +64,7 @@ def monotone(bits: Bits) -> NDArray[np.int64]:
 
 
 def steps(old: Bits, new: Bits, kind: ElementType) -> NDArray[np.int64]:
-    """Give the signed step from old to new: in the monotone order for floats, modular for integers."""
+    """Return the signed step from old to new: in the monotone order for floats, modular for integers."""
     if kind.is_float:
         return monotone(new) - monotone(old)
     signed = np.dtype(f"i{old.dtype.itemsize}")

@@ -120,7 +120,7 @@ def _time_commands(folder: Folder, cache: str, plan: Plan, others: list[Call]) -
     diff = (*deltasync, "diff", folder.old, folder.new, "-o", folder.delta)
     apply = (*deltasync, "apply", folder.old, folder.delta, "-o", folder.output)
     calls = [
-        Call(START, partial(_command, *deltasync, "--version"), 0),
+        Call(START, partial(_command, sys.executable, "-c", "import deltasync.cli.checkpoints"), 0),
         Call(READ, partial(_command, "cat", *files), 2 * nbytes, ready),
         Call(DIFF, partial(_command, *diff), 2 * nbytes, ready),
         Call(COPY, lambda: _copy(files[0], folder.copy), nbytes, ready_to_write),

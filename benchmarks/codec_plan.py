@@ -73,7 +73,7 @@ def _real_pairs(plan: Plan) -> Iterator[tuple[str, Pair]]:
 
 
 def _recorded_pairs() -> Iterator[tuple[str, Pair]]:
-    """Pairs of small policies, if somebody has recorded them: that takes minutes, and vLLM."""
+    """Pairs of small policies, if they have been recorded: that takes minutes, and vLLM."""
     found = False
     for pair in recorded.load_pairs():
         found = True

@@ -18,6 +18,7 @@ from benchmarks.machine import (
 )
 from benchmarks.report import Row, say
 from benchmarks.sections import Section, Target, at_least
+from deltasync.parallel import set_threads
 
 THREAD_COUNTS = (1, THREADS)
 
@@ -61,19 +62,24 @@ def run(plan: Plan) -> Section:
 
 def _measure(stages: list[Stage], *, repeats: int) -> Iterator[Speed]:
     memory = fill_memory()
-    plain = [call for threads in THREAD_COUNTS for call in read_calls(memory)]
-    plain += [computing_call() for threads in THREAD_COUNTS]
+    plain = [call for threads in THREAD_COUNTS for call in read_calls(memory, threads=threads)]
+    plain += [computing_call(threads=threads) for threads in THREAD_COUNTS]
     calls = [
-        Call(_name(stage, threads), partial(stage.run, threads), stage.nbytes, stage.prepare)
+        Call(_name(stage, threads), partial(_run, stage, threads), stage.nbytes, stage.prepare)
         for stage in stages
         for threads in THREAD_COUNTS
     ]
     timings = time_rounds([*plain, *calls, *plain], repeats=repeats)
-    read_one, read_two = (bandwidth(timings) for threads in THREAD_COUNTS)
+    read_one, read_two = (bandwidth(timings, threads=threads) for threads in THREAD_COUNTS)
     hash_one, hash_two = (timings[computing_name(threads)].best for threads in THREAD_COUNTS)
     for stage in stages:
         one, two = (timings[_name(stage, threads)] for threads in THREAD_COUNTS)
         yield Speed(stage, one, two, read_one, read_two, machine_gain=hash_two / hash_one)
+
+
+def _run(stage: Stage, threads: int) -> None:
+    set_threads(threads)
+    stage.run(threads)
 
 
 def _name(stage: Stage, threads: int) -> str:

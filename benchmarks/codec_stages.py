@@ -12,6 +12,7 @@ from deltasync.blocks import detect, layout_runs, overwrite
 from deltasync.codecs import coo, exp
 from deltasync.format.payload import Block
 from deltasync.format.weights import Changes, Weights
+from deltasync.parallel import each
 
 DETECT_ENCODE = "detect + encode"
 DECODE_APPLY = "decode all, then apply in place"
@@ -48,8 +49,8 @@ def _encode_stages(states: States) -> list[Stage]:
     found = [changes for piece in pieces for changes in detect(old, new, piece)]
     nbytes = old.layout.nbytes
     return [
-        Stage("detect", lambda n: list(blocks.each(lambda p: list(detect(old, new, p)), pieces)), nbytes, 2),
-        Stage("encode", lambda n: list(blocks.each(lambda c: exp.encode(old, c), found)), nbytes),
+        Stage("detect", lambda n: list(each(lambda p: list(detect(old, new, p)), pieces)), nbytes, 2),
+        Stage("encode", lambda n: list(each(lambda c: exp.encode(old, c), found)), nbytes),
         Stage(DETECT_ENCODE, lambda n: blocks.encode_delta(old, new), nbytes, 2),
     ]
 
@@ -60,7 +61,7 @@ def _torch_stage(pair: Pair) -> list[Stage]:
     except ModuleNotFoundError as error:
         say(f"speed: {TORCH} is left out: the package {error.name} is missing")
         return []
-    return [Stage(TORCH, lambda n: encode_pair(pair), pair.nbytes, 2)]
+    return [Stage(TORCH, lambda n: encode_pair(pair, threads=n), pair.nbytes, 2)]
 
 
 def _decode_stages(states: States) -> list[Stage]:
@@ -72,8 +73,8 @@ def _decode_stages(states: States) -> list[Stage]:
     reset = partial(restore, target, old)
     return [
         Stage("decode", lambda n: list(blocks.decode(old, delta)), nbytes),
-        Stage("apply", lambda n: _overwrite_all(target, found, n), nbytes, prepare=reset),
-        Stage(DECODE_APPLY, lambda n: _decode_then_apply(target, delta, n), nbytes, prepare=reset),
+        Stage("apply", lambda n: _overwrite_all(target, found), nbytes, prepare=reset),
+        Stage(DECODE_APPLY, lambda n: _decode_then_apply(target, delta), nbytes, prepare=reset),
         Stage(DECODE_INTO, lambda n: blocks.decode_into(target, old, delta), nbytes, prepare=reset),
     ]
 
@@ -92,7 +93,7 @@ def _coo_stages(states: States) -> list[Stage]:
         ),
         Stage(
             "coo/1 decode all, then apply in place",
-            lambda n: _decode_then_apply(target, delta, n),
+            lambda n: _decode_then_apply(target, delta),
             nbytes,
             prepare=partial(restore, target, old),
         ),
@@ -118,11 +119,11 @@ def _anchor_stages(weights: Weights) -> list[Stage]:
     ]
 
 
-def _overwrite_all(target: Weights, found: list[Changes], threads: int) -> None:
-    for _ in blocks.each(lambda changes: overwrite(target, changes), found):
+def _overwrite_all(target: Weights, found: list[Changes]) -> None:
+    for _ in each(lambda changes: overwrite(target, changes), found):
         pass
 
 
-def _decode_then_apply(target: Weights, delta: list[Block], threads: int) -> None:
+def _decode_then_apply(target: Weights, delta: list[Block]) -> None:
     """Do what a replica does: nothing is written before everything is decoded and verified."""
-    _overwrite_all(target, list(blocks.decode(target, delta)), threads)
+    _overwrite_all(target, list(blocks.decode(target, delta)))

@@ -64,12 +64,12 @@ def conditional_entropy(blocks: Iterable[tuple[Bits, Bits]], kind: ElementType) 
 
 
 def binary_entropies(seen: NDArray[np.int64], moved: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Give the bits that tell which `moved` of `seen` alike elements changed, for arrays of both counts."""
+    """Return the bits that say which `moved` of `seen` alike elements changed, for arrays of both counts."""
     return _plogp(seen) - _plogp(moved) - _plogp(seen - moved)
 
 
 def _block(old: Bits, new: Bits, kind: ElementType) -> tuple[NDArray[np.int64], NDArray[np.int64], float]:
-    """Count elements and changes by old exponent, and give the bits of all steps given the exponent."""
+    """Count elements and changes by old exponent, and return the bits of all steps given the exponent."""
     classes = kind.exponents
     seen = np.zeros(classes, np.int64)
     near = np.zeros(classes * 2 * NEAR, np.int64)
@@ -92,6 +92,6 @@ def _block(old: Bits, new: Bits, kind: ElementType) -> tuple[NDArray[np.int64], 
 
 
 def _plogp(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Give n log2 n, with 0 at 0 and below."""
+    """Return n log2 n, with 0 at 0 and below."""
     values = counts.astype(np.float64)
     return values * np.log2(np.maximum(values, 1.0))

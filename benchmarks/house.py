@@ -74,14 +74,14 @@ class Trace:
                 self.threads.append(thread.name)
             start(thread)
 
-        threading.Thread.start = counted_start  # type: ignore[method-assign]
+        threading.Thread.start = counted_start  # type: ignore[assignment,method-assign]
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
         try:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
             threading.Thread.start = start  # type: ignore[method-assign]
 
     @contextmanager

@@ -83,12 +83,12 @@ def time_rounds(calls: Sequence[Call], *, repeats: int, warmup: int = 1) -> dict
 
 
 def fill_memory(nbytes: int = READ_BYTES) -> Memory:
-    """Give an array to read, written once so that every page is real."""
+    """Return an array to read, written once so that every page is real."""
     return np.full(nbytes // 8, 0x0101010101010101, np.uint64)
 
 
 def read_calls(memory: Memory, *, threads: int) -> list[Call]:
-    """Give the ways to read an array once, each thread its part; `bandwidth` takes the fastest of them."""
+    """Return the ways to read an array once, each thread its part; `bandwidth` takes the fastest of them."""
     parts = np.array_split(memory, threads)
 
     def read_all(reader: Callable[[Memory], object]) -> None:
@@ -124,7 +124,7 @@ def _readers() -> dict[str, Callable[[Memory], object]]:
 
 
 def computing_call(*, threads: int) -> Call:
-    """Give a call that computes and hardly touches memory: what more threads gain in it, the machine has to give."""
+    """Return a call that computes and hardly touches memory: what more threads gain in it, the machine has to give."""
     piece = bytes(HASH_BYTES)
 
     def hash_all() -> None:
@@ -135,12 +135,12 @@ def computing_call(*, threads: int) -> Call:
 
 
 def computing_name(threads: int) -> str:
-    """Give the name of the call of `computing_call`."""
+    """Return the name of the call of `computing_call`."""
     return f"SHA-256, {threads} threads"
 
 
 def peak_extra_bytes(call: Callable[[], object]) -> int:
-    """Give the most resident memory that a call holds beyond what was resident before it, its result included.
+    """Return the most resident memory that a call holds beyond what was resident before it, its result included.
 
     Memory that was freed before is returned to the system first, so that its reuse counts. Pages of mapped
     files count too: touch the inputs beforehand.

@@ -39,8 +39,8 @@ def real(plan: Plan) -> Section:
         models = publish_real.real_steps(plan.steps, layers=plan.layers)
         expected, events = publish_real.publish_steps(list(stores.values()), models)
         rows = [
-            publish_real.row(label, store, expected, told)
-            for (label, store), told in zip(stores.items(), events, strict=True)
+            publish_real.row(label, store, expected, published)
+            for (label, store), published in zip(stores.items(), events, strict=True)
         ]
     exact = min(int(count) for row in rows if isinstance(count := row["bit-exact"], int))
     claim = f"SmolLM2-135M, {plan.steps} steps on two stores: versions that are the trainer's weights, bit by bit"

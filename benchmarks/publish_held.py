@@ -56,7 +56,7 @@ def cases(shape: Shape) -> Iterator[Case]:
     rate = synthetic.find_learning_rate(MODEL_DENSITY, "BF16", shape=shape)
     for name, dtype in (("bf16", "BF16"), ("fp32 master, published as bf16", "F32")):
         say(f"held: making the {name} weights")
-        pair = synthetic.make(name, dtype, rate, shape=shape, seed=0)
+        pair = synthetic.make(name, dtype, rate, shape=shape, seed=0, threads=THREADS)
         yield Case(name, (_tensors(pair.old, dtype), _tensors(pair.new, dtype)))
 
 
@@ -67,7 +67,7 @@ def run(shape: Shape, *, repeats: int) -> Section:
         say(f"held: {case.name}, {repeats} rounds")
         with tempfile.TemporaryDirectory(prefix="deltasync-bench-") as folder:
             timings, events, sizes = _measure(case, Path(folder), repeats)
-        read = bandwidth(timings)
+        read = bandwidth(timings, threads=THREADS)
         title = f"held: {case.name}, {case.elements / 1e6:.0f} M elements, {MODEL_DENSITY:.0%} changed"
         section.tables[title] = [_row(case, way, timings[way], read, events, sizes[way]) for way in sizes]
         section.tables[f"behind the trainer's back: {case.name}"] = [_phases(events)]
@@ -86,7 +86,7 @@ def _measure(
         store, dtype=PUBLISHED, options=PublisherOptions(anchors=AnchorPolicy(bytes_ratio=None), observer=events.append)
     ) as publisher:
         publisher.publish(case.states[0]).wait()
-        announced = {n: Announced(case.states[0], store, dtype=PUBLISHED) for n in ANNOUNCED}
+        announced = {n: Announced(case.states[0], store, dtype=PUBLISHED, threads=n) for n in ANNOUNCED}
         state = case.states[0]
 
         def step() -> None:
@@ -101,10 +101,10 @@ def _measure(
             sizes[ANNOUNCED[threads]] = announced[threads].publish(state)
 
         calls = [
-            *read_calls(memory),
+            *read_calls(memory, threads=THREADS),
             Call(OURS, lambda: publisher.publish(state), case.read_bytes, prepare=step),
             # What runs behind is waited for: here it would take its share of the cores.
-            *read_calls(memory),
+            *read_calls(memory, threads=THREADS),
             Call(FULL, full, case.model_bytes, prepare=publisher.wait),
             *(Call(way, partial(sparse, threads), case.read_bytes) for threads, way in ANNOUNCED.items()),
         ]

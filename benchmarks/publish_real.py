@@ -26,8 +26,8 @@ TIED = "lm_head.weight"  # an alias of the embedding: a checkpoint leaves it out
 
 def real_steps(count: int, *, layers: int | None = None) -> Iterator[torch.nn.Module]:
     """SmolLM2-135M in float32 after each of `count` steps of a policy gradient; only its first `layers` if given."""
-    from benchmarks.data.gguf_model import load_model, load_tokenizer
-    from benchmarks.data.policy import PolicyTrainer, Settings
+    from examples.smollm2.policy import PolicyTrainer, Settings
+    from examples.smollm2.weights import load_model, load_tokenizer
 
     model = load_model(seed=0)
     if layers is not None:
@@ -48,9 +48,9 @@ def publish_steps(
     with ExitStack() as stack:
         publishers = [
             stack.enter_context(
-                Publisher(store, dtype=torch.bfloat16, options=PublisherOptions(wait=True, observer=told.append))
+                Publisher(store, dtype=torch.bfloat16, options=PublisherOptions(wait=True, observer=of_store.append))
             )
-            for store, told in zip(stores, events, strict=True)
+            for store, of_store in zip(stores, events, strict=True)
         ]
         for step, model in enumerate(models):
             for publisher in publishers:

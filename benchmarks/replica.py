@@ -11,16 +11,18 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, get_args
 
 import torch
 
 from benchmarks.report import Row, say
-from benchmarks.sections import Section, at_least, run_sections
+from benchmarks.sections import Section, at_least, at_most, run_sections
 from deltasync.torch.publisher import Publisher
+from deltasync.vllm.settings import CachePolicy
 from tests.support.vllm import PYTHON, ROOT, VllmServer, save, tiny_model, vllm_server
 
 QWEN3_06B = {
@@ -34,6 +36,10 @@ QWEN3_06B = {
     "initializer_range": 0.02,
 }
 PROMPT = list(range(2, 34))
+LONG_PROMPT = list(range(2, 258))
+STREAMS = 4
+_WINDOW_S = 4.0
+"""Seconds before a switch, and around it, in which tokens are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ def main() -> None:
     run_sections(
         "replica",
         __doc__ or "",
-        {"scatter": scatter_section, "server": server_section},
+        {"scatter": scatter_section, "server": server_section, "caches": caches_section},
         full=Plan(QWEN3_06B, rounds=7, versions=6, idle_s=15.0),
         quick=Plan({}, rounds=2, versions=3, idle_s=3.0),
     )
@@ -78,7 +84,7 @@ def change(model: torch.nn.Module, random: torch.Generator) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             bits = parameter.view(-1).view(torch.int16)
-            chosen = torch.randint(0, bits.numel(), (max(1, bits.numel() // 100),), generator=random).unique()
+            chosen = torch.randint(0, bits.numel(), (max(1, bits.numel() // 100),), generator=random).unique()  # type: ignore[no-untyped-call]
             bits[chosen] += 1
 
 
@@ -142,6 +148,80 @@ def server_section(plan: Plan) -> Section:
     )
 
 
+def caches_section(plan: Plan) -> Section:
+    """For each cache policy: the gap that clients see at a switch, and their tokens per second around it."""
+    found = {policy: _switches(policy, plan) for policy in get_args(CachePolicy)}
+    rows: list[Row] = [
+        {
+            "caches": policy,
+            "gap at a switch ms": 1000 * median(switch.gap_s for switch in switches),
+            "usual gap ms": 1000 * median(switch.usual_s for switch in switches),
+            "times the usual gap": median(switch.gap_s / switch.usual_s for switch in switches),
+            "tokens per second around it / before it": median(switch.rate_ratio for switch in switches),
+            "pause ms": 1000 * median(switch.pause_s for switch in switches),
+        }
+        for policy, switches in found.items()
+    ]
+    gap_s = {policy: median(switch.gap_s for switch in switches) for policy, switches in found.items()}
+    title = f"{STREAMS} streams with prompts of {len(LONG_PROMPT)} tokens, {plan.versions} switches"
+    return Section({title: rows}, [at_most("gap of kept caches / cleared ones", gap_s["keep"] / gap_s["clear"], 1.0)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Switch:
+    """What the clients of a server see at one switch."""
+
+    gap_s: float
+    usual_s: float
+    rate_ratio: float
+    pause_s: float
+
+
+def _switches(policy: str, plan: Plan) -> list[_Switch]:
+    with tempfile.TemporaryDirectory() as folder, _feed(plan, Path(folder)) as feed:
+        say(f"caches: starting a server that is to {policy} them")
+        options = ("--max-model-len", "512")
+        with vllm_server(feed.base, feed.url, Path(folder) / "server", *options, DELTASYNC_CACHE=policy) as server:
+            server.wait_version(0)
+            switches = []
+            for _ in range(plan.versions):
+                switches.append(_switch(server, feed))
+                say(f"caches: {policy}, gap {switches[-1].gap_s:.3f} s, usually {switches[-1].usual_s:.3f} s")
+            return switches
+
+
+def _switch(server: VllmServer, feed: Feed) -> _Switch:
+    """One switch while several streams run. The median of their longest gaps counts."""
+    with ExitStack() as held:
+        streams = [held.enter_context(_Stream(server, [*LONG_PROMPT, 2 + i])) for i in range(STREAMS)]
+        for stream in streams:
+            stream.wait(20)
+        begun_s = time.perf_counter()
+        time.sleep(_WINDOW_S)
+        change_s = time.perf_counter()
+        moved = server.wait_version(feed.step())["last"]
+        live_s = time.perf_counter()
+        time.sleep(_WINDOW_S / 2)
+        end_s = time.perf_counter()
+    before = [_gaps(stream, begun_s, change_s) for stream in streams]
+    around = [_gaps(stream, change_s, end_s) for stream in streams]
+    rate = sum(map(len, before)) / (change_s - begun_s)
+    first_s = live_s - _WINDOW_S / 2
+    return _Switch(
+        gap_s=median(max(gaps) for gaps in around),
+        # Tokens arrive in bursts where the machine is busy, so that a median would say little.
+        usual_s=STREAMS / rate,
+        rate_ratio=sum(len(_gaps(stream, first_s, end_s)) for stream in streams) / (end_s - first_s) / rate,
+        pause_s=moved["seconds"]["pause"],
+    )
+
+
+def _gaps(stream: "_Stream", begin_s: float, end_s: float) -> list[float]:
+    """Seconds before each token that came in this time."""
+    pairs = zip(stream.times, stream.times[1:], strict=False)
+    return [after - before for before, after in pairs if begin_s <= after <= end_s]
+
+
 @contextmanager
 def _feed(plan: Plan, folder: Path) -> Iterator[Feed]:
     model = tiny_model("qwen3", **plan.sizes)
@@ -190,8 +270,9 @@ def _rates(server: VllmServer, plan: Plan) -> tuple[float, float]:
 class _Stream:
     """Requests, one after the other, that stream tokens until this is left; `times` are when they came."""
 
-    def __init__(self, server: VllmServer) -> None:
+    def __init__(self, server: VllmServer, prompt: list[int] = PROMPT) -> None:
         self._server = server
+        self._prompt = prompt
         self._is_done = False
         self.times: list[float] = []
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -212,8 +293,8 @@ class _Stream:
             time.sleep(0.01)
 
     def _read(self) -> None:
-        asked = {"model": self._server.model, "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
-        body = json.dumps({**asked, "temperature": 0}).encode()
+        asked = {"model": self._server.model, "prompt": self._prompt, "max_tokens": 200}
+        body = json.dumps({**asked, "ignore_eos": True, "stream": True, "temperature": 0}).encode()
         request = urllib.request.Request(
             f"{self._server.url}/v1/completions", body, {"content-type": "application/json"}
         )

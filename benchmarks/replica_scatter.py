@@ -41,7 +41,7 @@ def main() -> None:
         weight_transfer_config={"backend": "deltasync"},
         skip_tokenizer_init=True,
     )
-    worker = llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[attr-defined]
+    worker = llm.llm_engine.model_executor.driver_worker.worker
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(_measure(worker, options, Path(folder))), file=sys.stdout, flush=True)
 
@@ -53,6 +53,7 @@ def _measure(worker: Any, options: argparse.Namespace, folder: Path) -> dict[str
         CheckpointWeightPatch,
         load_checkpoint_weight_patches,
     )
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     from deltasync.blocks import detect, layout_runs
     from deltasync.checkpoint import open_checkpoint
@@ -82,13 +83,21 @@ def _measure(worker: Any, options: argparse.Namespace, folder: Path) -> dict[str
         for part in changes
         for ordinal, indices, values in tensor_parts(old.layout, part)
     ]
-    names = [spec.name for spec in old.layout.tensors]
+    ordinals = list(range(len(old.layout.tensors)))
+
+    def reload() -> None:
+        initialize_layerwise_reload(model)
+        model.load_weights(
+            (spec.name, torch.from_numpy(bits.view("i2")).view(torch.bfloat16).view(spec.shape))
+            for spec, bits in zip(new.layout.tensors, new.arrays, strict=True)
+        )
+        finalize_layerwise_reload(model, worker.vllm_config.model_config)
 
     ways: dict[str, Callable[[], Any]] = {
         "prepare": lambda: runtime.prepare([str(stage)]),
         "scatter": runtime.scatter,
         "native sparse loader": lambda: load_checkpoint_weight_patches(model, patches),
-        "full reload": lambda: runtime.load(str(options.new), names),
+        "full reload": reload,
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     bits: dict[str, bool] = {}
@@ -96,11 +105,11 @@ def _measure(worker: Any, options: argparse.Namespace, folder: Path) -> dict[str
         for _ in range(options.rounds):
             for way, run in ways.items():
                 if way != "scatter":
-                    runtime.copy(str(options.old), known.known)
+                    runtime.copy(str(options.old), ordinals)
                 begun = time.perf_counter()
                 run()
                 seconds[way].append(time.perf_counter() - begun)
-                bits[way] = not runtime.compare(str(options.new), known.known, False)
+                bits[way] = not runtime.compare(str(options.new), ordinals, False)["differing"]
     return {
         "elements": old.layout.elements,
         "changed": sum(len(part.values) for part in changes),

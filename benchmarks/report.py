@@ -25,7 +25,7 @@ _STARTED = time.monotonic()
 
 
 def say(text: str) -> None:
-    """Tell on stderr how far the work is, with the seconds since the start."""
+    """Report progress on stderr, with the seconds since the start."""
     print(f"[{time.monotonic() - _STARTED:5.0f} s] {text}", file=sys.stderr, flush=True)
 
 
@@ -45,7 +45,7 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
 
 
 def write_results(name: str, tables: Mapping[str, Sequence[Row]], *, facts: Mapping[str, Cell] | None = None) -> Path:
-    """Write tables to `results/<name>.json`, with the facts of the machine and those given; give the file."""
+    """Write tables to `results/<name>.json`, with the facts of the machine and those given; return the file."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     content = {
@@ -79,7 +79,7 @@ def machine_facts() -> dict[str, Cell]:
 
 
 def package_versions() -> dict[str, str]:
-    """Give the versions of the packages that the numbers depend on, as far as they are installed."""
+    """Return the versions of the packages that the numbers depend on, as far as they are installed."""
     versions = {}
     for package in PACKAGES:
         try:

@@ -18,7 +18,7 @@ LARGEST_PARAMETER = 31
 
 
 def exponent_rice_bits(old: Bits, new: Bits, kind: ElementType) -> int:
-    """Give the exact size in bits of one block's change."""
+    """Return the exact size in bits of one block's change."""
     changed = old != new
     if not changed.any():
         return TABLE_BITS
@@ -39,7 +39,7 @@ def exponent_rice_bits(old: Bits, new: Bits, kind: ElementType) -> int:
 
 
 def rice_bits(values: NDArray[np.int64]) -> int:
-    """Give the bits of a Rice code of non-negative integers with the best parameter."""
+    """Return the bits of a Rice code of non-negative integers with the best parameter."""
     if not values.size:
         return 0
     # The size is convex in the parameter, with its minimum next to log2 of the mean.
@@ -49,7 +49,7 @@ def rice_bits(values: NDArray[np.int64]) -> int:
 
 
 def choose_classes(seen: NDArray[np.int64], hits: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Cut the exponents into at most eight ranges of least total entropy; give the class of each exponent."""
+    """Cut the exponents into at most eight ranges of least total entropy; return the class of each exponent."""
     present = np.flatnonzero(seen)
     count = present.size
     totals = np.concatenate([[0], np.cumsum(seen[present])])

@@ -14,7 +14,7 @@ _Plan = TypeVar("_Plan")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One claim of the project, and whether this run bears it out."""
+    """One claim of the project, and whether this run confirms it."""
 
     claim: str
     wanted: str
@@ -22,7 +22,7 @@ class Target:
     met: bool
 
     def row(self) -> Row:
-        """Give a row of the table of targets."""
+        """Return a row of the table of targets."""
         return {"claim": self.claim, "target": self.wanted, "measured": self.measured, "met": self.met}
 
 

@@ -41,12 +41,12 @@ def restore(target: Weights, source: Weights) -> None:
 
 
 def is_equal(one: Weights, other: Weights) -> bool:
-    """Tell whether two states have the same bits."""
+    """Return whether two states have the same bits."""
     return all(np.array_equal(a, b) for a, b in zip(one.arrays, other.arrays, strict=True))
 
 
 def last_tensors(weights: Weights, *, nbytes: int) -> Weights:
-    """Give the shortest tail of the tensors that holds at least `nbytes`, or all."""
+    """Return the shortest tail of the tensors that holds at least `nbytes`, or all."""
     count = total = 0
     while count < len(weights.arrays) and total < nbytes:
         count += 1
@@ -54,8 +54,8 @@ def last_tensors(weights: Weights, *, nbytes: int) -> Weights:
     return Weights(Layout.of(weights.layout.tensors[-count:]), weights.arrays[-count:])
 
 
-def delta_file(states: States, found: list[Block], *, threads: int) -> bytes:
-    """Give the whole payload file of a delta."""
+def delta_file(states: States, found: list[Block]) -> bytes:
+    """Return the whole payload file of a delta."""
     parent = blocks.digest(states.old)
     digest = sum((block.digest for block in found), parent)
     return write_payload(PayloadHeader("delta", states.old.layout, parent, digest), found)
@@ -67,15 +67,15 @@ def anchor_blocks(weights: Weights) -> list[Block]:
     return list(each(lambda runs: planes.encode(weights, runs), all_runs))
 
 
-def anchor_file(weights: Weights, *, threads: int) -> bytes:
-    """Give the whole payload file of an anchor: all weights, compressed."""
+def anchor_file(weights: Weights) -> bytes:
+    """Return the whole payload file of an anchor: all weights, compressed."""
     found = anchor_blocks(weights)
     digest = blocks.digest(weights)
     return write_payload(PayloadHeader("anchor", weights.layout, None, digest), found)
 
 
-def restores(states: States, file: bytes, *, threads: int) -> bool:
-    """Tell whether a delta file makes exactly the new state of a copy of the old one."""
+def restores(states: States, file: bytes) -> bool:
+    """Return whether a delta file makes exactly the new state of a copy of the old one."""
     target = copy_of(states.old)
     blocks.decode_into(target, states.old, Payload.parse(file).blocks())
     return is_equal(target, states.new)

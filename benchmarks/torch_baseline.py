@@ -28,7 +28,7 @@ def to_torch(tensors: Mapping[str, Bits]) -> list[torch.Tensor]:
 
 
 def encode_tensor(old: torch.Tensor, new: torch.Tensor) -> list[bytes]:
-    """Give the changed positions as int32 and the new values, each through zstd-1."""
+    """Return the changed positions as int32 and the new values, each through zstd-1."""
     changed = torch.ne(old, new).nonzero().squeeze(1)
     compressor = zstandard.ZstdCompressor(level=1)
     sections = changed.to(torch.int32), new[changed]

@@ -54,7 +54,7 @@ def read_checkpoint(path: Path) -> tuple[str, dict[str, Bits]]:
 
 
 def write_pair(pair: Pair, folder: Path) -> tuple[Path, Path]:
-    """Write a pair as two checkpoint folders, `old` and `new`, of one `model.safetensors` each; give both."""
+    """Write a pair as two checkpoint folders, `old` and `new`, of one `model.safetensors` each; return both."""
     for side, tensors in (("old", pair.old), ("new", pair.new)):
         write_checkpoint(folder / side / WEIGHTS_NAME, tensors, dtype=pair.kind.name)
     return folder / "old", folder / "new"

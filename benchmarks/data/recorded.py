@@ -56,11 +56,10 @@ def record(url: str, folder: Path) -> None:
 
 
 def run_demo(folder: Path) -> str:
-    """Run the demo; its feed."""
-    feed = folder / "feed"
-    command = [sys.executable, "-m", "wordle", "--store", feed, "--out", folder / "out", "--steps", DEMO_STEPS]
+    """Run the second act of the demo; its feed."""
+    command = [sys.executable, "-m", "demo", "--out", folder / "out", "--real-steps", 0, "--steps", DEMO_STEPS]
     _run(command, environment={**os.environ, "PYTHONPATH": str(ROOT / "examples")})
-    return str(feed)
+    return str(folder / "out" / "feeds" / "wordle")
 
 
 def run_trl(folder: Path) -> str:
@@ -84,7 +83,7 @@ RUNS: dict[str, Callable[[Path], str]] = {"demo": run_demo, "trl": run_trl}
 
 
 def generate(name: str, out: Path = DEFAULT_OUT, *, log: Callable[[str], None] = print) -> Path:
-    """Run one of the training runs and record its feed, unless that is there; give its folder."""
+    """Run one of the training runs and record its feed, unless that is there; return its folder."""
     folder = out / FOLDER / name
     if folder.exists():
         log(f"{FOLDER}/{name}: already there")

@@ -42,7 +42,7 @@ class Plan:
 
 
 def generate(out: Path = DEFAULT_OUT, *, plan: Plan | None = None, log: Log = print) -> Path:
-    """Generate all states under `out` unless they are there; give their folder."""
+    """Generate all states under `out` unless they are there; return their folder."""
     plan = plan or Plan()
     folder = out / FOLDER
     stamp = folder / "plan.json"
@@ -61,12 +61,12 @@ def generate(out: Path = DEFAULT_OUT, *, plan: Plan | None = None, log: Log = pr
 
 
 def state_path(folder: Path, learning_rate: float, number: int) -> Path:
-    """Give the file of a bf16 state: 0 is the first, each next one a step later."""
+    """Return the file of a bf16 state: 0 is the first, each next one a step later."""
     return folder / f"lr-{learning_rate:g}" / f"step-{number}.safetensors"
 
 
 def master_path(folder: Path, learning_rate: float, number: int) -> Path:
-    """Give the file of the float32 state 0 or 1."""
+    """Return the file of the float32 state 0 or 1."""
     return folder / f"lr-{learning_rate:g}" / f"master-{number}.safetensors"
 
 

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.bits import Bits
 from benchmarks.data.files import write_checkpoint
-from benchmarks.data.gguf_model import load_model, load_tokenizer
-from benchmarks.data.policy import PolicyTrainer, Settings
 from benchmarks.data.smol import FOLDER, Log, Plan, master_path, state_path
+from examples.smollm2.policy import PolicyTrainer, Settings
+from examples.smollm2.weights import load_model, load_tokenizer
 
 TIED = "lm_head.weight"  # an alias of the embedding: a checkpoint leaves it out
 

@@ -56,19 +56,19 @@ class _Tensor:
 def bf16_pair(density: float, *, shape: Shape = QWEN3_0_6B, seed: int = 0, threads: int = 2) -> Pair:
     """Make a bf16 pair with about `density` of its elements changed by one step."""
     rate = find_learning_rate(density, "BF16", shape=shape, seed=seed)
-    return make(f"synthetic bf16 {density:.2%}", "BF16", rate, shape=shape, seed=seed)
+    return make(f"synthetic bf16 {density:.2%}", "BF16", rate, shape=shape, seed=seed, threads=threads)
 
 
 def fp8_pair(density: float, *, shape: Shape = SMALL, seed: int = 0, threads: int = 2) -> Pair:
     """Make an e4m3 pair, each tensor scaled to the range of the type, with about `density` changed."""
     rate = find_learning_rate(density, "F8_E4M3", shape=shape, seed=seed)
-    return make(f"synthetic fp8 {density:.2%}", "F8_E4M3", rate, shape=shape, seed=seed)
+    return make(f"synthetic fp8 {density:.2%}", "F8_E4M3", rate, shape=shape, seed=seed, threads=threads)
 
 
 def fp32_pair(learning_rate: float = 1e-6, *, shape: Shape = SMALL, seed: int = 0, threads: int = 2) -> Pair:
     """Make a pair of the float32 master weights themselves: nearly every element moves by several units."""
     name = f"synthetic fp32 lr {learning_rate:g}"
-    return make(name, "F32", learning_rate, shape=shape, seed=seed)
+    return make(name, "F32", learning_rate, shape=shape, seed=seed, threads=threads)
 
 
 def make(name: str, dtype: str, learning_rate: float, *, shape: Shape, seed: int, threads: int) -> Pair:
@@ -155,7 +155,7 @@ def _chunk(tensor: _Tensor, size: int, seed: tuple[int, int, int]) -> tuple[NDAr
 
 
 def _caster(dtype: str, tensor: _Tensor) -> Cast:
-    """Give the cast from float32 to the bits of `dtype`."""
+    """Return the cast from float32 to the bits of `dtype`."""
     if dtype == "BF16":
         return round_to_bf16
     if dtype == "F32":

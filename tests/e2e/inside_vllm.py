@@ -59,7 +59,6 @@ def stacked_experts(old: str, new: str) -> dict[str, Any]:
     before, after = open_checkpoint(old).weights, open_checkpoint(new).weights
     known = EngineMap(before.layout, [Rank.from_json(runtime.describe(before.layout.to_json()))])
     known.require_served()
-    known.keep(runtime.prove(old))
     changes = [found for stretch in layout_runs(before.layout) for found in detect(before, after, stretch)]
     with tempfile.TemporaryDirectory() as folder:
         stage = Path(folder) / "stage.safetensors"
@@ -76,7 +75,7 @@ def stacked_experts(old: str, new: str) -> dict[str, Any]:
         model.load_weights(zip(names, shaped, strict=True))
     loaded = dict(model.named_parameters())
     return {
-        "unknown": known.unknown,
+        "is_computed": known.has_computed,
         "stacked": sorted(name for name, parameter in loaded.items() if parameter.ndim == 3),
         "differing": [
             n for n, p in loaded.items() if not torch.equal(p.view(torch.int16), scattered[n].view(torch.int16))

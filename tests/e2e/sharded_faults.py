@@ -1,4 +1,6 @@
-"""One rank of a trainer that publishes three steps, and of which one rank fails at the second. Told by the environment.
+"""One rank of a trainer that publishes three steps, and of which one fails at the second.
+
+The environment says which one, and how.
 
 Each rank writes what became of every step as a line of JSON. Nothing but the publisher talks to the other ranks.
 """
@@ -106,9 +108,9 @@ def main() -> None:
             if step == 1 and is_victim and options.fault == "fence":
                 commit_behind_its_back(store)
             failing.is_armed = step == 1
-            told = step + 10 if step == 1 and is_victim and options.fault == "step" else step
+            given = step + 10 if step == 1 and is_victim and options.fault == "step" else step
             try:
-                version = publisher.publish(tensors, step=told).wait().version
+                version = publisher.publish(tensors, step=given).wait().version
                 line = {"version": version, "kind": None, "error": ""}
             except DeltasyncError as error:
                 line = {"version": None, "kind": error.kind, "error": str(error)}

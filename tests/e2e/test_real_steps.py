@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import repeats
 from support.servers import missing, seaweed
-from support.soak import repeats
 
 from benchmarks.publish_real import TIED, real_steps
 from deltasync.feed.replay import restore
@@ -22,9 +22,9 @@ from deltasync.store import open_store
 from deltasync.store.protocol import Store
 from deltasync.torch.publisher import Publisher
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.soak]
 
-STEPS = repeats(20, soak=50)
+STEPS = repeats(12, soak=50)
 LAYERS = 3
 LONG_S = 120.0
 

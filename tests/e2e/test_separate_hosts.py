@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hosts import Host, Programs, cut, hosts, link, programs
+from separate_hosts.hosts import Host, Programs, cut, hosts, link, programs
 from support.servers import missing
 from support.vllm import CORE, PYTHON, require_vllm
 
@@ -69,19 +69,19 @@ def connect(up: dict[str, Host]) -> None:
         link(up[a], up[b])
 
 
-def ways_amiss(up: dict[str, Host]) -> set[str]:
+def unexpected_links(up: dict[str, Host]) -> set[str]:
     """Where there is a way between two hosts that need none, or none where one is needed. Both directions count."""
-    amiss = set()
+    unexpected = set()
     for a, b in permutations(up, 2):
         reach = up[a].reach(up[b], CONNECTIONS.get((a, b), HTTP))
         is_linked = (a, b) in CONNECTIONS or (b, a) in CONNECTIONS
         if (reach != "no route") != is_linked:
-            amiss.add(f"{a} to {b}: {reach}")
-    return amiss
+            unexpected.add(f"{a} to {b}: {reach}")
+    return unexpected
 
 
 @pytest.mark.parametrize(
-    ("extra", "without", "amiss"),
+    ("extra", "without", "unexpected"),
     [
         (None, None, set()),
         (("trainer", "replica"), None, {"trainer to replica: refused", "replica to trainer: refused"}),
@@ -91,7 +91,7 @@ def ways_amiss(up: dict[str, Host]) -> set[str]:
     ids=["as needed", "trainer and replica", "trainer and environment", "cut"],
 )
 def test_a_link_too_many_or_too_few_is_found(
-    extra: tuple[str, str] | None, without: tuple[str, str] | None, amiss: set[str]
+    extra: tuple[str, str] | None, without: tuple[str, str] | None, unexpected: set[str]
 ) -> None:
     with hosts(*HOSTS) as up:
         connect(up)
@@ -99,16 +99,17 @@ def test_a_link_too_many_or_too_few_is_found(
             link(up[extra[0]], up[extra[1]])
         if without is not None:
             cut(up[without[0]], up[without[1]])
-        assert ways_amiss(up) == amiss
+        assert unexpected_links(up) == unexpected
 
 
 @pytest.mark.usefixtures("_installed")
+@pytest.mark.long
 def test_a_run_over_separate_hosts(tmp_path: Path) -> None:
     """A few steps of GRPO on Wordle. What the trainer learns from was made by what it published just before."""
     with hosts(*HOSTS) as up, programs(tmp_path / "programs") as started:
         connect(up)
         start(started, up)
-        assert ways_amiss(up) == set()
+        assert unexpected_links(up) == set()
         for (a, b), port in CONNECTIONS.items():
             assert up[a].reach(up[b], port) == "connected"
         assert {name: up[name].open_ports() for name in up if name != "store"} == {
@@ -116,12 +117,12 @@ def test_a_run_over_separate_hosts(tmp_path: Path) -> None:
             "replica": {HTTP},
             "environment": set(),
         }
-        trained = started.await_told("trainer", "trained", within_s=300)
+        trained = started.await_event("trainer", "trained", within_s=300)
         started.finish("environment", within_s=120)
         audited = audit(started, up)
         require_same_weights(audited, trained)
-        require_true_labels(audited["samples"], started.told("trainer", "stepped"))
-        assert ways_amiss(up) == set()
+        require_true_labels(audited["samples"], started.events("trainer", "stepped"))
+        assert unexpected_links(up) == set()
 
 
 def start(started: Programs, up: dict[str, Host]) -> None:
@@ -130,15 +131,15 @@ def start(started: Programs, up: dict[str, Host]) -> None:
     at_store = {**KEYS, **OFFLINE, "AWS_ENDPOINT_URL": f"http://{up['store'].address}:{S3}"}
     here = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{S3}"}
     started.start("store", up["store"], *script("store"), str(S3), "bucket", environment=here)
-    started.await_told("store", "ready", within_s=90)
+    started.await_event("store", "ready", within_s=90)
     learning = (*script("trainer"), FEED, SAMPLES, str(STEPS), str(AGE_MAX))
     started.start("trainer", up["trainer"], *learning, environment=at_store)
-    started.await_told("trainer", "published", within_s=120)
+    started.await_event("trainer", "published", within_s=120)
     serving = ("sh", "-c", SERVE, "sh", PYTHON, FEED, str(HTTP))
     started.start("replica", up["replica"], *serving, environment={**at_store, **VLLM, **TOKEN})
     playing = (*script("environment"), replica_url, FEED, SAMPLES)
     started.start("environment", up["environment"], *playing, environment=at_store)
-    started.await_told("environment", "played", within_s=300)
+    started.await_event("environment", "played", within_s=300)
 
 
 def audit(started: Programs, up: dict[str, Host]) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def audit(started: Programs, up: dict[str, Host]) -> dict[str, Any]:
     at_store = {**KEYS, **OFFLINE, "AWS_ENDPOINT_URL": f"http://{up['store'].address}:{S3}"}
     looking = (*script("audit"), replica_url, FEED, SAMPLES)
     started.start("audit", up["environment"], *looking, environment={**at_store, **TOKEN})
-    return started.await_told("audit", "audited", within_s=180)
+    return started.await_event("audit", "audited", within_s=180)
 
 
 def script(name: str) -> tuple[str, ...]:
@@ -161,7 +162,7 @@ def require_same_weights(audited: dict[str, Any], trained: dict[str, Any]) -> No
     assert audited["head"] == LAST
     assert audited["is_clean"]
     assert audited["status"] == {"version": LAST, "head": LAST, "lag": 0, "error": None}
-    assert audited["scrub"] == {"version": LAST, "damaged": []}
+    assert audited["scrub"] == {"version": LAST, "damaged": [], "unseen_elements": 0}
     assert audited["apart"] < APART_MAX
     assert audited["apart_before"] > 2 * audited["apart"], "the version before the last would do as well"
 

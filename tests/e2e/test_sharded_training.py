@@ -1,4 +1,4 @@
-"""Sharded trainers in processes of their own: versions are those of an unsharded one, and a dead rank hangs nobody."""
+"""Sharded trainers in processes of their own: the versions of an unsharded one, and no rank waits for a dead one."""
 
 import json
 import os
@@ -119,7 +119,7 @@ class Trainer:
     out: Path
 
     def wait(self, ranks: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
-        """What these ranks saw, once they have ended by themselves and in good order."""
+        """What these ranks saw, once they have ended by themselves and without an error."""
         for rank in ranks:
             assert self.ranks[rank].wait(RUN_S) == 0, (self.out / f"{rank}.log").read_text()
         return {rank: [json.loads(x) for x in (self.out / f"{rank}.jsonl").open()] for rank in ranks}
@@ -163,7 +163,7 @@ def test_a_lost_rank_is_an_error_on_the_others(fault: str, victim: int, start: A
     others = [rank for rank in range(3) if rank != victim]
     for rank, (first, second, third) in trainer.wait(others).items():
         assert first["version"] == 0
-        # Whoever talks to the lost rank names it; the others hear it from rank 0, or see that it gave up.
+        # A rank that communicates with the lost one names it; the others get the error from rank 0, or see it stop.
         named = f"rank {victim}" if fault == "kill" or rank == 0 else "rank "
         assert f"lost contact to {named}" in second["error"], second
         assert third["kind"] == "invalid_input"
@@ -174,7 +174,7 @@ def test_a_lost_rank_is_an_error_on_the_others(fault: str, victim: int, start: A
     assert (found.damages, found.restorable) == ((), (0,))
     if fault == "hang":
         return
-    # What was not committed harms nobody: other ranks go on.
+    # What was not committed does no harm: other ranks continue.
     for rank, lines in start("none", size=2).wait([0, 1]).items():
         assert [line["version"] for line in lines] == [1, 2, 3], rank
     assert verify(store, deep=True).restorable == (0, 1, 2, 3)
@@ -193,7 +193,7 @@ def test_a_failed_put_fails_on_all_ranks_and_the_next_version_has_everything(sta
     assert verify(store, deep=True).restorable == (0, 1)
 
 
-def test_a_commit_without_an_answer_is_found_out(start: Any, tmp_path: Path) -> None:
+def test_a_commit_without_an_answer_is_detected(start: Any, tmp_path: Path) -> None:
     for first, second, third in start("lose").wait([0, 1, 2]).values():
         # The second one did happen, which all ranks learn before they make the third.
         assert (first["version"], second["kind"], third["version"]) == (0, "store", 2)
@@ -220,7 +220,7 @@ def test_shadow_files_stand_in_for_the_feed(start: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "victim", "kind", "told"),
+    ("fault", "victim", "kind", "message"),
     [
         ("tensor", 2, "invalid_input", "tensor 'rows' differs"),
         ("tensor", 0, "invalid_input", "tensor 'rows' differs"),
@@ -228,9 +228,9 @@ def test_shadow_files_stand_in_for_the_feed(start: Any, tmp_path: Path) -> None:
         ("fence", 0, "conflict", "was committed by writer"),
     ],
 )
-def test_an_error_of_one_rank_stops_all(fault: str, victim: int, kind: str, told: str, start: Any) -> None:
+def test_an_error_of_one_rank_stops_all(fault: str, victim: int, kind: str, message: str, start: Any) -> None:
     for first, second, third in start(fault, victim=victim).wait([0, 1, 2]).values():
         assert first["version"] == 0
         assert second["kind"] == kind
-        assert told in second["error"]
+        assert message in second["error"]
         assert "has stopped" in third["error"]

@@ -31,6 +31,7 @@ LONG_S = 900.0
 """Longer than anything takes, on a machine that is busy with other things."""
 
 
+@pytest.mark.long
 def test_a_run_learns_and_what_is_served_is_what_was_trained(tmp_path: Path) -> None:
     require_vllm()
     done = run_local(tmp_path, "--steps", str(STEPS), "--max-lag", str(MAX_LAG))
@@ -43,7 +44,7 @@ def test_a_run_learns_and_what_is_served_is_what_was_trained(tmp_path: Path) -> 
 
     assert (report["steps"], checks["version"]) == (STEPS, head.version)
     assert checks["tensors"] == {"compared": 35, "differing": []}
-    assert checks["live"] == {"version": head.version, "damaged": []}
+    assert checks["live"] == {"version": head.version, "damaged": [], "unseen_elements": 0}
     # Two implementations round differently. The weights of the beginning are further away by far.
     assert checks["apart"]["mean"] < min(0.03, checks["apart"]["before"] / 3)
     assert deltasync.verify(store, deep=True).is_clean
@@ -92,11 +93,11 @@ def running(out: Path) -> list[str]:
         if not process.name.isdecimal() or int(process.name) == os.getpid():
             continue
         try:
-            told = (process / "cmdline").read_text().replace("\0", " ") + str((process / "cwd").readlink())
+            words = (process / "cmdline").read_text().replace("\0", " ") + str((process / "cwd").readlink())
         except OSError:
             continue
-        if str(out) in told:
-            found.append(told)
+        if str(out) in words:
+            found.append(words)
     return found
 
 
@@ -156,7 +157,7 @@ NOWHERE = "http://127.0.0.1:1"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "messages"),
     [
         ({"--model": "nothing-here"}, ["no model in nothing-here", "make_model.py"]),
         ({"--environment": NOWHERE}, [f"no environment at {NOWHERE}", "environment.py"]),
@@ -170,7 +171,7 @@ NOWHERE = "http://127.0.0.1:1"
     ids=["model", "no-environment", "other-environment", "store", "feed", "no-server", "other-server", "no-replica"],
 )
 def test_the_trainer_says_what_is_missing_where(
-    wrong: dict[str, str], told: list[str], model: Path, tmp_path: Path
+    wrong: dict[str, str], messages: list[str], model: Path, tmp_path: Path
 ) -> None:
     game = {"environment": "wordle", "guesses": 4}
     with (
@@ -186,7 +187,7 @@ def test_the_trainer_says_what_is_missing_where(
         done = example("trainer.py", *arguments, folder=tmp_path, **keys)
     assert done.returncode == 1, done
     last = done.stderr[done.stderr.index("error: ") :]
-    assert all(each in last for each in told), last
+    assert all(each in last for each in messages), last
     assert "Traceback" not in done.stderr
     assert running(tmp_path) == []
 
@@ -214,13 +215,13 @@ def test_a_local_run_that_cannot_work_says_why_and_leaves_nothing(what: str, mod
     with taken_port() as port:
         if what == "vllm":
             # TRL's environment has no vLLM.
-            done, told = run_local(tmp_path, VLLM_PYTHON=sys.executable), ["vllm is not installed", "VLLM_PYTHON"]
+            done, messages = run_local(tmp_path, VLLM_PYTHON=sys.executable), ["vllm is not installed", "VLLM_PYTHON"]
         else:
             require_vllm()
             done = run_local(tmp_path, **{f"{what.upper()}_PORT": port})
-            told = [f"cannot listen on 127.0.0.1:{port}", "--port", f"the {what} has ended", f"{what}.log"]
+            messages = [f"cannot listen on 127.0.0.1:{port}", "--port", f"the {what} has ended", f"{what}.log"]
     assert done.returncode == 1, done.stdout
-    assert all(each in done.stdout for each in told), done.stdout
+    assert all(each in done.stdout for each in messages), done.stdout
     assert running(tmp_path) == []
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from client import Client
+from demo.child import Orders, run_child, send
 from numpy.typing import NDArray
 from samples import taken
 from wordle.game import Array
-from wordle.processes import Orders, run_child, send
 from wordle.training import loaded_policy
 
 from deltasync.errors import EngineError
@@ -75,8 +75,8 @@ def log_probs_of(store: Store, version: int, texts: Array) -> NDArray[np.float64
     restore(store, folder, version=version)
     ids = torch.from_numpy(texts)
     found = loaded_policy(folder)(input_ids=ids).logits[:, :-1].double().log_softmax(-1)
-    told: NDArray[np.float64] = found.gather(2, ids[:, 1:, None])[..., 0].numpy()
-    return told
+    log_probs: NDArray[np.float64] = found.gather(2, ids[:, 1:, None])[..., 0].numpy()
+    return log_probs
 
 
 if __name__ == "__main__":

@@ -68,11 +68,11 @@ class Client:
     def text_log_probs(self, texts: Array) -> NDArray[np.float64]:
         """The log-probability of each token of whole texts but the first, among all tokens."""
         choices, _ = self._complete(texts.tolist(), max_tokens=1, prompt_logprobs=0)
-        told = [
+        log_probs = [
             [given[str(token)]["logprob"] for given, token in zip(choice["prompt_logprobs"][1:], text[1:], strict=True)]
             for choice, text in zip(choices, texts.tolist(), strict=True)
         ]
-        return np.array(told)
+        return np.array(log_probs)
 
     def control(self, verb: str, body: Mapping[str, Any] | None = None) -> Any:
         """A control route of the plugin; a POST where there is a body."""
@@ -93,5 +93,5 @@ class Client:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
                 return json.load(response), {name.lower(): value for name, value in response.headers.items()}
         except urllib.error.HTTPError as error:
-            told = error.read()[:500].decode(errors="replace")
-            raise EngineError(f"{path} answered {error.code}: {told}", hint="look at the log of the replica") from error
+            text = error.read()[:500].decode(errors="replace")
+            raise EngineError(f"{path} answered {error.code}: {text}", hint="look at the log of the replica") from error

@@ -9,9 +9,9 @@ from contextlib import closing
 
 import numpy as np
 from client import Client
+from demo.child import Orders, run_child, send
 from samples import GAMES, GROUP, Sample, put
 from wordle.game import TURNS, Array, Games, Wordle
-from wordle.processes import Orders, run_child, send
 from wordle.training import BEGIN, FIRST_LETTER, TEXT, Played, mark_tokens
 
 from deltasync.feed.log import Log
@@ -19,7 +19,7 @@ from deltasync.store import open_store
 
 
 def main(replica: str, feed: str, samples: str, orders: Orders) -> None:
-    """Play until told otherwise."""
+    """Play until standard input ends."""
     client, wordle, random = Client(replica), Wordle.bundled(), np.random.default_rng(0)
     with closing(open_store(feed)) as of_feed, closing(open_store(samples)) as store:
         log, number = Log(of_feed), 0

@@ -10,7 +10,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from wordle.processes import Orders, run_child, send
+from demo.child import Orders, run_child, send
 
 from deltasync.errors import EngineError, StoreError
 from deltasync.store import open_store
@@ -19,7 +19,7 @@ _LOOK_S = 0.2
 
 
 def main(port: str, bucket: str, orders: Orders) -> None:
-    """Serve until told otherwise."""
+    """Serve until standard input ends."""
     config, data = Path("s3.json"), Path("data")
     keys = {"accessKey": os.environ["AWS_ACCESS_KEY_ID"], "secretKey": os.environ["AWS_SECRET_ACCESS_KEY"]}
     actions = ["Admin", "Read", "Write", "List", "Tagging"]

@@ -11,11 +11,12 @@ from contextlib import closing
 from itertools import islice
 
 import torch
+from demo.child import Orders, run_child, send
+from demo.published import PUBLISHED, digest_of, published_copy
 from samples import GROUP, Sample, taken
 from transformers import PreTrainedModel
 from wordle.game import Wordle
-from wordle.processes import Orders, run_child, send
-from wordle.training import PUBLISHED, Learner, Warmup, digest_of, grpo_loss, new_policy, published_copy
+from wordle.training import Learner, Warmup, grpo_loss, new_policy
 
 from deltasync.errors import EngineError
 from deltasync.store import open_store
@@ -69,7 +70,7 @@ def _publish(publisher: Publisher, model: PreTrainedModel, *, step: int) -> int:
 
 
 def _samples(store: Store) -> Iterator[Sample | None]:
-    """All samples, oldest first, for ever; None whenever there is no further one yet."""
+    """All samples, oldest first, without end; None whenever there is no further one yet."""
     last: str | None = None
     while True:
         for key, sample in taken(store, after=last):

@@ -53,17 +53,20 @@ def train(url: str) -> None:
 class Outage:
     """Lets every request to the store fail while it is on."""
 
-    until_s = 0.0
+    until_s: float | None = None
+
+    def is_over(self) -> bool:
+        return self.until_s is not None and time.monotonic() >= self.until_s
 
     def __call__(self, operation: Operation) -> Fault | None:
-        return Fault("refuse") if time.monotonic() < self.until_s else None
+        return None if self.until_s is None or self.is_over() else Fault("refuse")
 
 
 def work(url: str, first: int) -> torch.nn.Module:
-    """Generate with the live version until the trainer's last one is live; return the model."""
+    """Generate with the live version until the trainer's last one is live and the outage is over; return the model."""
     model, lock, outage = new_model().bfloat16(), threading.Lock(), Outage()
     target = ModuleTarget(model, hold=lock)
-    rollouts, refused, was_out = Counter[int](), 0, False
+    rollouts, refused = Counter[int](), 0
     with (
         deltasync.open_store(url) as store,
         Follower(FaultyStore(store, outage), target, replica="worker-1") as follower,
@@ -72,7 +75,7 @@ def work(url: str, first: int) -> torch.nn.Module:
         print("worker: waiting for the first version")
         # Raises what following has ended with, such as wrong credentials, or StoreError after this time.
         print(f"worker: version {follower.wait_live(timeout_s=120)} is live")
-        while target.version != first + STEPS - 1:
+        while target.version != first + STEPS - 1 or not outage.is_over():
             status = follower.status()
             if follower.error is not None and not status.is_following:
                 # It has failed for good, and retrying does not help. End: what starts this process starts another one.
@@ -88,8 +91,8 @@ def work(url: str, first: int) -> torch.nn.Module:
                 model(torch.randn(8, 256, dtype=torch.bfloat16))
             if version is not None:
                 rollouts[version] += 1
-            if not was_out and version is not None and version >= first + 3:
-                outage.until_s, was_out = time.monotonic() + OUTAGE_S, True
+            if outage.until_s is None and version is not None and version >= first + 3:
+                outage.until_s = time.monotonic() + OUTAGE_S
                 print(f"worker: at version {version} the store fails, for {OUTAGE_S:g} s")
             time.sleep(0.02)
         print(f"worker: version {target.version} is live, after {follower.status().counts.moves} moves")

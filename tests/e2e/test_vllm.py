@@ -185,11 +185,14 @@ def require_requested_versions(server: VllmServer) -> None:
 PREFIX = [7 + 3 * i % 300 for i in range(100)]
 """Long enough for three blocks of the prefix cache."""
 
+LONG = 2000
+"""Tokens of a stream that takes seconds: a client on a busy machine needs as long to see another request wait."""
+
 
 def test_kept_caches_are_never_read_by_a_later_request(tmp_path: Path) -> None:
     """With one sequence at a time, so that a request waits at the switch while another one is in flight."""
-    options = ("--block-size", "32", "--max-num-seqs", "1", "--max-model-len", "512", "--enable-prompt-tokens-details")
-    with training_feed(tiny_model("qwen3"), tmp_path) as feed:
+    options = ("--block-size", "32", "--max-num-seqs", "1", "--max-model-len", "4096", "--enable-prompt-tokens-details")
+    with training_feed(tiny_model("qwen3", max_position_embeddings=4096), tmp_path) as feed:
         for _ in range(3):
             feed.step(fraction=0.3, scale=1.0)
         newest = feed.restored(tmp_path / "v3")
@@ -205,14 +208,14 @@ def test_kept_caches_are_never_read_by_a_later_request(tmp_path: Path) -> None:
 
             lines, waiting = over_a_switch(server, to=3)
             assert lines[-4:-2] == ["", ": x-deltasync-last-version: 3"]
-            assert re.fullmatch(r": x-deltasync-versions: 0-\d+=0,\d+-399=3", lines[-2]), lines[-4:]
+            assert re.fullmatch(rf": x-deltasync-versions: 0-\d+=0,\d+-{LONG - 1}=3", lines[-2]), lines[-4:]
             assert server.metric("vllm:num_preemptions_total") == 0
             # The same prompt waited at the switch, when its blocks of version 0 were in the cache.
             assert waiting.headers["x-deltasync-versions"] == "0-7=3"
             assert (cached_tokens(waiting), scores(waiting)) == (0, scores(fresh))
             # What the other request went on to compute after the switch has KV of version 0 in it.
             tokens = [token for line in lines if "token_ids" in line for token in token_ids(line)]
-            assert len(tokens) == 400
+            assert len(tokens) == LONG
             assert cached_tokens(server.complete([*PROMPTS[0], *tokens])) == 0
             assert cached_tokens(server.complete(PREFIX)) == 96
 
@@ -224,7 +227,7 @@ def test_kept_caches_are_never_read_by_a_later_request(tmp_path: Path) -> None:
 
 def over_a_switch(server: VllmServer, *, to: int) -> tuple[list[str], Response]:
     """The lines of a stream that is in flight at the switch, and the response to a request that waits at it."""
-    options = {"max_tokens": 400, "ignore_eos": True, "return_token_ids": True}
+    options = {"max_tokens": LONG, "ignore_eos": True, "return_token_ids": True}
     with ThreadPoolExecutor(1) as clients, server.stream(PROMPTS[0], **options) as stream:
         first = next(stream)
         waiting = clients.submit(server.complete, PREFIX)
@@ -242,6 +245,7 @@ def wait_metric(server: VllmServer, name: str) -> None:
     deadline = time.monotonic() + 60
     while not server.metric(name):
         assert time.monotonic() < deadline, f"{name} stays 0"
+        time.sleep(0.02)
 
 
 def require_own_salts(server: VllmServer) -> None:

@@ -89,6 +89,7 @@ bench-store: $(VENV)/e2e.stamp
 
 bench-publish: $(VENV)/e2e.stamp
 	$(BIN)/python -m benchmarks.publish
+	$(BIN)/python -m benchmarks.overlap
 
 bench-replica: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp
 	$(BIN)/python -m benchmarks.replica

@@ -6,7 +6,7 @@ layout order and cut every `BLOCK_ELEMENTS_MAX` elements; inside such runs a blo
 the same element; the kernels release the GIL.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -159,9 +159,9 @@ def encode_changed(
     return _encode(old, exp_blocks, partial(regroup, old.layout, changed), codec, on_progress)
 
 
-def encode_changes(old: Weights, changes: Iterable[Changes]) -> list[Block]:
-    """The same blocks from changes that are already cut as `detect` cuts them: one block for each."""
-    return list(each(partial(_encode_block, old), changes))
+def encode_changes(old: Weights, changes: Iterable[Changes]) -> Generator[Block, None, None]:
+    """The same blocks from changes that are already cut as `detect` cuts them: one block for each, as it is encoded."""
+    yield from each(partial(_encode_block, old), changes)
 
 
 def _encode(
@@ -218,8 +218,8 @@ def decode(
     MismatchError if a block does not add up against `old`: then these are not the bits that it was made against.
     """
     done = _counter(on_progress)
-    decode_block = partial(_decode_block, old, relative=relative)
-    for decoded in each(decode_block, blocks, on_done=lambda block: done(block.runs)):
+    decode_one = partial(decode_block, old, relative=relative)
+    for decoded in each(decode_one, blocks, on_done=lambda block: done(block.runs)):
         yield from decoded
 
 
@@ -236,16 +236,17 @@ def decode_into(
     On an error `target` is half written, so give one that nothing else uses yet.
     """
 
-    def decode_block(block: Block) -> None:
-        for changes in _decode_block(old, block, relative=relative):
+    def decode_one(block: Block) -> None:
+        for changes in decode_block(old, block, relative=relative):
             overwrite(target, changes)
 
     done = _counter(on_progress)
-    for _ in each(decode_block, blocks, on_done=lambda block: done(block.runs)):
+    for _ in each(decode_one, blocks, on_done=lambda block: done(block.runs)):
         pass
 
 
-def _decode_block(old: Weights, block: Block, *, relative: bool) -> list[Changes]:
+def decode_block(old: Weights, block: Block, *, relative: bool) -> list[Changes]:
+    """The verified changes of one block, as `decode` gives them."""
     if block.codec == planes.PLANES:
         decoded, digest_delta = planes.decode(old, block, relative=relative)
     elif not relative:

@@ -84,16 +84,22 @@ def each(
     caller. With `waiting`, the work waits for a store, and at most that many items are. So `items` may be endless, and
     memory stays bounded. `on_done` is called with each item, in the caller's thread, before its result is given.
 
-    An error of `work` or of `items` is raised once no work is running any more; so does an early end of the iteration
-    wait. Work may itself call `each`.
+    An error of `work` or of `items` is raised in its turn: after the results before it, and once no work is running any
+    more; so does an early end of the iteration wait. Work may itself call `each`.
     """
     pool = _pools.computing() if waiting is None else _pools.waiting()
     window = 2 * threads() if waiting is None else waiting
     source = iter(items)
     started: deque[tuple[_T, Future[_R]]] = deque()
+    failure: Exception | None = None
 
     def start(count: int) -> None:
-        started.extend((item, pool.submit(work, item)) for item in islice(source, count))
+        nonlocal failure
+        if failure is None:
+            try:
+                started.extend((item, pool.submit(work, item)) for item in islice(source, count))
+            except Exception as error:  # noqa: BLE001 - it is raised when the results before it have been given
+                failure = error
 
     try:
         start(window)
@@ -106,7 +112,11 @@ def each(
             if on_done is not None:
                 on_done(item)
             yield result
+        if failure is not None:
+            raise failure
     finally:
+        # Its traceback refers to this frame.
+        failure = None
         # Nothing may still be writing to what the caller gave to `work`.
         wait([future for _, future in started if not future.cancel()])
 

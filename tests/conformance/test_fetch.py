@@ -48,6 +48,21 @@ def test_the_same_bytes(store: Watched, size: int) -> None:
     assert sum(length for _, length in store.ranges) == size + 1
 
 
+@pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 2 * PART, 5 * PART + 7, 100 * PART])
+def test_parts_come_in_order_while_others_are_fetched(store: Watched, size: int) -> None:
+    store.put("key", pattern(size))
+    parts: list[bytes] = []
+    asked: list[int] = []
+
+    def on_part(part: memoryview) -> None:
+        parts.append(bytes(part))
+        asked.append(len(store.ranges))
+
+    assert get_whole(store, "key", size, on_part=on_part) == pattern(size)
+    assert b"".join(parts) == pattern(size)
+    assert asked[0] < 100, "the first part was not held back until all had come"
+
+
 @pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 3 * PART])
 @pytest.mark.parametrize("off_by", [-PART - 1, -1, 1, PART, 10 * PART])
 def test_another_size_is_corrupt(store: Watched, size: int, off_by: int) -> None:

@@ -24,6 +24,9 @@ STEPS = 4
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "_BACKOFF_FIRST_S", 0.001)
     monkeypatch.setattr(anchors, "SHARD_ELEMENTS", 1000)
+    # A delta has several payloads.
+    monkeypatch.setattr(anchors, "DELTA_BYTES_LEAST", 1)
+    monkeypatch.setattr(anchors, "INDEX_SHARE", 0)
 
 
 def train(store: Store, first: int, last: int, **options: Any) -> None:

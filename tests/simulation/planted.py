@@ -61,11 +61,11 @@ def _commit_before_payload() -> Iterator[None]:
 def _advance_early(self: Pipeline, job: Any, head: Any) -> Any:
     """As `_write_delta`, but the shadow is overwritten before the commit."""
     changes = in_blocks(self.shadow.weights.layout, [] if job.capture is None else job.capture)
-    encoded = encode_changes(self.shadow.weights, changes)
+    encoded = list(encode_changes(self.shadow.weights, changes))
     for part in changes:
         self.shadow._overwrite(part)
     metadata = Metadata(step=job.step, files=head.files, extra=job.extra)
-    committed = self.versions.delta(encoded, head, metadata)
+    committed = self.versions.delta(lambda: (block for block in encoded), head, metadata)
     self._advance(changes, committed)
     return committed.manifest, job.event(committed)
 

@@ -1,6 +1,6 @@
 """Payloads that do not belong to the version that names them are refused, by the rule that they break."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from support.helpers import anchor_blocks, state
 
 from deltasync import blocks
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
+from deltasync.feed import fetch
 from deltasync.feed.replay import load
 from deltasync.format import keys
 from deltasync.format.companions import write_files
@@ -219,3 +220,22 @@ def test_a_skip_to_a_version_of_another_layout_is_refused_not_followed() -> None
     feed.store.put(keys.version_key(3), lying.to_bytes())
     found_error = refused(feed, lying)
     assert (type(found_error), found_error.rule) == (MismatchError, "layout.differs")
+
+
+@pytest.mark.parametrize(
+    ("largest", "at_once"), [(0, 16), (1, 16), (2 << 20, 16), (4 << 20, 8), (10 << 20, 3), (1 << 40, 3)]
+)
+def test_small_payloads_are_fetched_many_at_once(largest: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes are promises of a manifest: a large one must not lead to more memory."""
+    windows: list[int | None] = []
+
+    def noted(work: Any, items: Any, *, waiting: int | None = None, **options: Any) -> Iterator[Any]:
+        windows.append(waiting)
+        return iter(())
+
+    monkeypatch.setattr(fetch, "each", noted)
+    refs = (PayloadRef("a" * 64, largest), PayloadRef("b" * 64, largest // 2))
+    feed = Feed.of(1)
+    manifest = replace(feed.new("delta", feed.states[0], blocks.digest(feed.states[0]), changed=0), payloads=refs)
+    assert list(fetch.fetch_payloads(feed.store, [manifest])) == []
+    assert windows == [at_once]

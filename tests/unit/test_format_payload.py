@@ -442,5 +442,7 @@ def test_payloads_are_closed_before_they_have_too_many_runs(monkeypatch: pytest.
 
     found = [[len(b.runs) for b in group] for group in grouped(map(block, [4, 4, 4, 10, 1, 1, 11, 2]))]
     assert found == [[4, 4], [4], [10], [1, 1], [11], [2]]
-    assert [len(group) for group in grouped(map(block, [1, 1, 1, 1, 1]), elements=2)] == [2, 2, 1]
+    assert [len(group) for group in grouped(map(block, [1, 1, 1, 1, 1]), enough=2)] == [2, 2, 1]
+    by_runs = grouped(map(block, [1, 2, 1, 1]), enough=3, size=lambda block: len(block.runs))
+    assert [len(group) for group in by_runs] == [2, 2]
     assert list(grouped([])) == []

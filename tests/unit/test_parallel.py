@@ -117,6 +117,19 @@ def test_an_error_of_the_items_is_raised_after_running_work_has_ended(good: int)
     assert 1 <= work.begun == work.ended <= good
 
 
+@pytest.mark.parametrize("good", [0, 1, 3, 50])
+@pytest.mark.parametrize("waiting", [None, 4])
+def test_an_error_of_the_items_comes_after_the_results_before_it(waiting: int | None, good: int) -> None:
+    def items() -> Iterator[int]:
+        yield from range(good)
+        raise ZeroDivisionError
+
+    found: list[str] = []
+    with pytest.raises(ZeroDivisionError):
+        found.extend(each(str, items(), waiting=waiting))
+    assert found == [str(number) for number in range(good)]
+
+
 def test_an_early_end_waits_for_running_work() -> None:
     work = Slow()
     results = each(work, range(1, 100))

@@ -2,23 +2,32 @@
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support.feeds import Feed, same_weights
+from support.publishing import LONG_S
 from support.replicas import TorchTarget, follower, long_feed
 
+from deltasync import blocks
 from deltasync.checkpoint import create_file, map_files, open_checkpoint
 from deltasync.errors import CorruptError, FormatError, InvalidInputError
+from deltasync.feed.log import Log
 from deltasync.feed.plan import Edge
 from deltasync.files import locked
-from deltasync.format import keys
+from deltasync.format import keys, limits
 from deltasync.format.layout import Layout
+from deltasync.format.manifest import Manifest
+from deltasync.format.payload import Block
 from deltasync.format.sealed import sealed
-from deltasync.format.weights import Weights
+from deltasync.format.weights import Changes, Weights
+from deltasync.replica import mirror as mirror_module
 from deltasync.replica.mirror import Mirror, MirrorRecord
+from deltasync.store.protocol import Store, WrapperStore
+from deltasync.trainer import version as anchors
 
 SHA = "ab" * 32
 
@@ -290,3 +299,71 @@ def test_one_process_for_each_file(tmp_path: Path) -> None:
         pass
     with pytest.raises(InvalidInputError, match="not a folder"), locked(tmp_path / "nowhere" / "mirror"):
         pass
+
+
+class LateStore(WrapperStore):
+    """Gives the last payload of a manifest only once `is_ready` is set; notes if that did not happen in time."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        super().__init__(store)
+        self.is_ready = threading.Event()
+        self.was_in_time = True
+        self._late = keys.payload_key(manifest.payloads[-1].sha256)
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        if key == self._late and not self.is_ready.wait(LONG_S):
+            self.was_in_time = False
+        return super().get_range(key, offset, length)
+
+
+def test_a_delta_is_decoded_while_its_last_payload_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of it is written before all of it has come."""
+    feed = Feed.of(1)
+    manifest = feed.delta(ranks=3)
+    mirror = mirror_at(feed, 0, None)
+    store = LateStore(feed.store, manifest)
+    mirror.log = Log(store)
+    assert mirror.weights is not None
+    before = Weights(mirror.weights.layout, tuple(array.copy() for array in mirror.weights.arrays))
+    decode = blocks.decode_block
+
+    def noted(old: Weights, block: Block, *, relative: bool) -> list[Changes]:
+        decoded = decode(old, block, relative=relative)
+        assert store.is_ready.is_set() or same_weights(old, before)
+        store.is_ready.set()
+        return decoded
+
+    monkeypatch.setattr(blocks, "decode_block", noted)
+    mirror.advance(manifest, any_layout)
+    assert store.was_in_time
+    assert same_weights(mirror.weights, feed.states[1])
+
+
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["memory", "mapped"])
+def test_an_anchor_is_written_while_its_last_shard_arrives(
+    is_mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mirror is of no version until all of it has come and was proved."""
+    monkeypatch.setattr(limits, "PLANES_ELEMENTS", 256)
+    monkeypatch.setattr(anchors, "SHARD_ELEMENTS", 512)
+    feed = Feed.of(1)
+    manifest = feed.log.read(0)
+    assert len(manifest.payloads) > 2
+    store = LateStore(feed.store, manifest)
+    mirror = Mirror(Log(store), path=tmp_path / "mirror" if is_mapped else None)
+    overwrite, versions = mirror._overwrite, []
+
+    def noted(weights: Weights, changes: Changes) -> list[Changes]:
+        result = overwrite(weights, changes)
+        versions.append(mirror.version)
+        store.is_ready.set()
+        return result
+
+    monkeypatch.setattr(mirror, "_overwrite", noted)
+    monkeypatch.setattr(mirror_module, "require_digest", lambda edge, weights: versions.append(mirror.version))
+    mirror.advance(manifest, any_layout)
+    assert store.was_in_time
+    assert set(versions) == {None}
+    assert mirror.version == 0
+    assert mirror.weights is not None
+    assert same_weights(mirror.weights, feed.states[0])

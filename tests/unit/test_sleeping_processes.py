@@ -1,13 +1,17 @@
 """A pruner or a publisher that sleeps for days at any point loses no committed version. All clocks are simulated."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 from support.feeds import Feed, SpyStore
 from support.helpers import state
+from support.publishing import LONG_S, publish, publisher
 
-from deltasync.blocks import encode_delta
+from deltasync.blocks import encode_changes
+from deltasync.errors import StoreError
+from deltasync.feed.log import Log
 from deltasync.feed.prune import ORPHAN_S, plan_prune, prune
 from deltasync.feed.verify import verify
 from deltasync.feed.writer import Writer, probe_clock
@@ -15,6 +19,8 @@ from deltasync.format import keys
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.weights import Weights
 from deltasync.store.protocol import Data, ObjectInfo
+from deltasync.trainer import version
+from deltasync.trainer.capture import capture
 from deltasync.trainer.version import Metadata, VersionWriter, put_anchor
 
 DAY_S = 86_400.0
@@ -171,7 +177,8 @@ class Trainer:
             array.reshape(-1)[:1] ^= array.dtype.type(1)
         new = Weights(self.weights.layout, tuple(arrays))
         assert self.head is not None
-        self.head = self.versions.delta(encode_delta(self.weights, new), self.head, Metadata()).manifest
+        encode = partial(encode_changes, self.weights, capture(self.weights, new))
+        self.head = self.versions.delta(encode, self.head, Metadata()).manifest
         self.weights = new
 
     def late_anchor(self) -> None:
@@ -200,6 +207,30 @@ def test_a_publisher_that_sleeps_while_a_pruner_runs(when: str, verb: str, prefi
     require_whole(store, 3 if write == "delta" else 2)
     run_prune(store)
     require_whole(store, 3 if write == "delta" else 2)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_second_put_that_fails_after_the_commit(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next publication finds out that the version was committed, although not all of it was encoded again."""
+    monkeypatch.setattr(version, "DELTA_BYTES_LEAST", 1)
+    monkeypatch.setattr(version, "INDEX_SHARE", 0)
+    monkeypatch.setattr(version, "PUTS_MOST", 2)
+    store = SleepyStore()
+    to = publisher(store, wait=True, retry_s=0.0)
+    to._writer.clock = store.clock
+    publish(to, 0).wait(LONG_S)
+
+    def refuse(left: int) -> None:
+        if left == 1:
+            raise StoreError("no", transient=False)
+        store.before["put", keys.PAYLOADS] = lambda: refuse(left - 1)
+
+    store.after["create", keys.VERSIONS] = sleep(store, 2, then=lambda: refuse(fails_at + 1))
+    with pytest.raises(StoreError, match="no"):
+        publish(to, 1).wait(LONG_S)
+    publish(to, 2).wait(LONG_S)
+    to.close()
+    assert [Log(store).read(number).step for number in Log(store).versions()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

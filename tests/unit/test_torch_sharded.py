@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -330,8 +331,8 @@ def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Pat
         for step, whole in enumerate(wholes[1:], 1):
             manifests.extend([made] * (rank == 0))
             captured = capture(plain, Weights(shards.local, shard_of(whole, shards).arrays))
-            encoded = blocks.encode_changes(shadow.weights, captured)
-            made = versions.delta(encoded, made, Metadata(step=step)).manifest
+            encode = partial(blocks.encode_changes, shadow.weights, captured)
+            made = versions.delta(encode, made, Metadata(step=step)).manifest
             with shadow.lock:
                 anchors.note(dict(tensors_of(shards.local, shadow.bits_before(captured))))
                 shadow.advance(captured, made)

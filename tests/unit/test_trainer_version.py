@@ -1,20 +1,26 @@
+import threading
 import time
+from collections.abc import Generator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from support.feeds import Feed, SpyStore, same_weights
-from support.helpers import state
+from support.helpers import changed, state
+from support.publishing import LONG_S
 
 from deltasync import blocks
+from deltasync.errors import StoreError
 from deltasync.feed.replay import load
 from deltasync.feed.writer import Writer
 from deltasync.format import keys, limits
-from deltasync.format.manifest import PayloadRef
-from deltasync.format.payload import Payload
+from deltasync.format.index import encode_index
+from deltasync.format.manifest import Manifest, PayloadRef
+from deltasync.format.payload import Block, Payload
 from deltasync.format.weights import Weights
+from deltasync.store.protocol import Data
 from deltasync.trainer import version as anchors
-from deltasync.trainer.version import put_anchor
+from deltasync.trainer.version import Metadata, VersionWriter, put_anchor
 
 LAYOUTS = {
     "of many types": state(),
@@ -161,3 +167,101 @@ def test_the_order_of_shards_has_no_meaning() -> None:
     manifest = feed.anchor(state())
     turned = replace(manifest, payloads=manifest.payloads[::-1], version=0)
     assert same_weights(load(feed.log, turned), feed.states[0])
+
+
+# --- deltas in several payloads ---------------------------------------------------------------------------------------
+
+SMALLEST = {"DELTA_BYTES_LEAST": 1, "DELTA_BYTES_MOST": 1, "INDEX_SHARE": 0}
+
+
+def begun(store: SpyStore) -> tuple[VersionWriter, Weights, Manifest]:
+    """A feed with version 0."""
+    weights, writer = Weights.of(state()), Writer(store)
+    writer.open()
+    versions = VersionWriter(writer=writer, layout=weights.layout)
+    return versions, weights, versions.anchor(weights, None, Metadata()).manifest
+
+
+def test_payloads_are_put_while_later_blocks_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block is encoded only once the first payload is in the store."""
+    for name, value in SMALLEST.items():
+        monkeypatch.setattr(anchors, name, value)
+    was_put = threading.Event()
+
+    class Noting(SpyStore):
+        def put(self, key: str, data: Data) -> None:
+            super().put(key, data)
+            if b'"kind":"delta"' in bytes(data[:4096]):
+                was_put.set()
+
+    store = Noting()
+    versions, old, first = begun(store)
+    new = Weights.of(changed(state()))
+    encoded = blocks.encode_delta(old, new)
+    assert len(encoded) > 2
+    in_time = []
+
+    def encode() -> Generator[Block, None, None]:
+        yield from encoded[:-1]
+        in_time.append(was_put.wait(LONG_S))
+        yield encoded[-1]
+
+    committed = versions.delta(encode, first, Metadata())
+    assert in_time == [True]
+    assert len(committed.manifest.payloads) == len(encoded)
+    assert committed.manifest.changed == sum(block.changed for block in encoded)
+    assert same_weights(load(versions.writer.log, committed.manifest), new)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("changed_elements", "payload_bytes"),
+    [(0, MIB // 2), (4 * MIB, MIB // 2), (32 * MIB, 2 * MIB), (128 * MIB, 8 * MIB), (1 << 40, 8 * MIB)],
+)
+def test_payloads_of_a_delta_grow_with_it(changed_elements: int, payload_bytes: int) -> None:
+    versions, _, _ = begun(SpyStore())
+    assert versions._payload_bytes(changed_elements) == payload_bytes
+
+
+def test_payloads_of_a_delta_are_large_beside_their_index() -> None:
+    """Models with many experts have tens of thousands of tensors, which each payload lists."""
+    weights = Weights.of({f"layers.{i}.weight": np.zeros(1, np.uint8) for i in range(20_000)})
+    versions = VersionWriter(writer=Writer(SpyStore()), layout=weights.layout)
+    index = encode_index(weights.layout, ())
+    assert 0.9 < versions._payload_bytes(0) / (anchors.INDEX_SHARE * len(index)) < 1.5
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_a_put_that_fails_commits_nothing_and_leaves_the_encoder(fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SMALLEST.items():
+        monkeypatch.setattr(anchors, name, value)
+
+    class Failing(SpyStore):
+        deltas = 0
+
+        def put(self, key: str, data: Data) -> None:
+            if b'"kind":"delta"' in bytes(data[:4096]):
+                with self._lock:
+                    number, self.deltas = self.deltas, self.deltas + 1
+                if number == fails:
+                    raise StoreError("no", transient=False)
+            super().put(key, data)
+
+    store = Failing()
+    versions, old, first = begun(store)
+    ended = []
+
+    def encode() -> Generator[Block, None, None]:
+        try:
+            yield from blocks.encode_delta(old, Weights.of(changed(state())))
+        finally:
+            ended.append(True)
+
+    with pytest.raises(StoreError, match="no"):
+        versions.delta(encode, first, Metadata())
+    assert ended == [True]
+    assert list(versions.writer.log.versions()) == [0]
+    fails = -1
+    assert versions.delta(encode, first, Metadata()).manifest.version == 1

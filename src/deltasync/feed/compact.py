@@ -25,11 +25,11 @@ from deltasync.errors import CorruptError, InvalidInputError, MismatchError, Not
 from deltasync.feed.fetch import fetch_payloads
 from deltasync.feed.log import Log, manifest_key
 from deltasync.feed.plan import Edge, Plan
-from deltasync.feed.replay import blocking, decode_edge, load, with_fallback
+from deltasync.feed.replay import blocking, load, staged_changes, with_fallback
 from deltasync.format import keys
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef
-from deltasync.format.payload import Block, Payload, PayloadHeader, grouped, write_payload
+from deltasync.format.payload import Block, PayloadHeader, grouped, write_payload
 from deltasync.format.weights import Bits, Changes, Region, Runs, Weights, tensor_parts
 from deltasync.parallel import each
 from deltasync.store import Feed, opened
@@ -179,7 +179,7 @@ class Compactor:
             with closing(fetch_payloads(self._store, (edge.manifest for edge in plan.edges))) as payloads:
                 for edge in plan.edges:
                     with blocking(edge):
-                        self._apply(edge, list(_decoded(edge, payloads, self._held())))
+                        self._apply(edge, staged_changes(edge, payloads, self._held()))
 
         def start() -> int | None:
             return None if self._at is None else self._at.version
@@ -278,11 +278,6 @@ class Compactor:
 
 
 _Piece = tuple[int, NDArray[np.unsignedinteger], Bits]
-
-
-def _decoded(edge: Edge, payloads: Iterator[Payload], weights: Weights) -> Iterator[Changes]:
-    for _, changes in decode_edge(edge, payloads, weights):
-        yield from changes
 
 
 def _bits_before(weights: Weights, changes: Changes) -> list[_Piece]:

@@ -21,22 +21,29 @@ PART_BYTES = 8 << 20
 RANGES = 8
 """Ranges of one object that are fetched at once."""
 
-_FETCH_THREADS = 3
-"""Payloads that are fetched at once, each in parallel ranges; twice this many are in memory."""
+PAYLOADS_LEAST = 3
+PAYLOADS_MOST = 16
+"""Payloads that are fetched at once, each in parallel ranges: how many depends on their size."""
+
+AHEAD_BYTES = 32 << 20
+"""Small payloads are fetched at once up to this many bytes: so many round trips then take the time of one."""
 
 
-def get_whole(store: Store, key: str, nbytes: int) -> Data:
+def get_whole(store: Store, key: str, nbytes: int, *, on_part: Callable[[memoryview], object] | None = None) -> Data:
     """An object whose size a manifest promises, fetched in parallel ranges into one buffer.
 
     CorruptError if the object is shorter or longer. The last range is fetched first: the size is only a promise, and
     no memory is allocated before the object is known to have it. The caller checks the content: if the object is
     replaced in the meantime, the result can be a mixture.
+    `on_part` is called with all bytes, in their order, while later ones are still being fetched.
     """
+    on_part = (lambda part: None) if on_part is None else on_part
     offsets = range(0, max(nbytes, 1), PART_BYTES)
     # Asking for one byte more detects an object that is longer.
     last = store.get_range(key, offsets[-1], nbytes - offsets[-1] + 1)
     _require_length(key, nbytes, offsets[-1] + len(last), is_exact=bool(last))
     if len(offsets) == 1:
+        on_part(memoryview(last))
         return last
     try:
         buffer = bytearray(nbytes)
@@ -55,8 +62,9 @@ def get_whole(store: Store, key: str, nbytes: int) -> Data:
         _require_length(key, nbytes, nbytes if len(part) == PART_BYTES else offset + len(part))
         view[offset : offset + PART_BYTES] = part
 
-    for _ in each(fetch_part, offsets[:-1], waiting=RANGES):
-        pass
+    for offset, _ in zip(offsets[:-1], each(fetch_part, offsets[:-1], waiting=RANGES), strict=True):
+        on_part(view[offset : offset + PART_BYTES])
+    on_part(view[offsets[-1] :])
     return buffer
 
 
@@ -80,8 +88,9 @@ def fetch(store: Store, ref: PayloadRef, *, on_refetch: Callable[[str], None] = 
     """The bytes of a payload. If they are damaged, they are fetched once more before CorruptError is raised."""
     key = keys.payload_key(ref.sha256)
     for attempt in range(2):
-        data = memoryview(get_whole(store, key, ref.nbytes))
-        if hashlib.sha256(data).hexdigest() == ref.sha256:
+        sha256 = hashlib.sha256()
+        data = memoryview(get_whole(store, key, ref.nbytes, on_part=sha256.update))
+        if sha256.hexdigest() == ref.sha256:
             if attempt > 0:
                 # Only now: if it is damaged again, the error says so.
                 logger.warning("%s arrived with another SHA-256, and was whole when it was fetched again", key)
@@ -109,13 +118,15 @@ def fetch_payloads(
     not publish what it made of the others. Payloads whose SHA-256 is in `have` are left out, and their manifest is not
     checked as a whole: the caller checks the result by its digest.
     """
-    wanted = ((manifest, ref) for manifest in manifests for ref in manifest.payloads if ref.sha256 not in have)
+    wanted = [(manifest, ref) for manifest in manifests for ref in manifest.payloads if ref.sha256 not in have]
+    largest = max((ref.nbytes for _, ref in wanted), default=0)
+    at_once = max(PAYLOADS_LEAST, min(PAYLOADS_MOST, AHEAD_BYTES // max(largest, 1)))
 
     def fetched(pair: tuple[Manifest, PayloadRef]) -> tuple[Manifest, Payload]:
         return pair[0], _payload(store, pair[1], on_refetch)
 
     summaries: list[_Summary] = []
-    for manifest, payload in each(fetched, wanted, waiting=_FETCH_THREADS):
+    for manifest, payload in each(fetched, wanted, waiting=at_once):
         # A manifest with payloads left out never becomes complete: the next one starts anew.
         if summaries and summaries[-1].header.version != manifest.version:
             summaries = []

@@ -24,7 +24,7 @@ from deltasync.format.companions import has_config
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.payload import Payload
-from deltasync.format.weights import Changes, Runs, Weights
+from deltasync.format.weights import Changes, Weights
 from deltasync.parallel import Progress, counting, each
 from deltasync.store import Feed, opened
 
@@ -43,25 +43,50 @@ def decode_edge(
     edge: Edge,
     payloads: Iterator[Payload],
     weights: Weights,
+    use: Callable[[Changes], _T],
     *,
     base: Weights | None = None,
     applied: Collection[str] = (),
-) -> Iterator[tuple[PayloadRef | None, Iterator[Changes]]]:
-    """The verified changes of an edge, payload by payload, for `weights` that hold the version it starts from.
+) -> Iterator[tuple[list[_T], PayloadRef | None]]:
+    """Decode and verify the blocks of an edge, for `weights` that hold the version it starts from.
 
-    Each payload is taken from `payloads` when its turn comes; those whose SHA-256 is in `applied` are left out. An edge
-    that names a base gives all weights of `base` first, without a payload. The caller may write the changes to
-    `weights` while it iterates: blocks do not overlap, and each is decoded before it is given out.
+    `use` is called in worker threads with the changes of each block. Its results are given in the order of the blocks,
+    with a payload after the last block of it. Blocks are decoded on all cores while later payloads are fetched. Each
+    payload is taken from `payloads` when its turn comes; those whose SHA-256 is in `applied` are left out. An edge that
+    names a base gives all weights of `base` first. `use` may write the changes to `weights`: blocks do not overlap.
     """
     if base is not None:
         base.layout.require_equal(weights.layout, ours="the base", theirs="the weights")
-        whole = partial(_whole, base)
-        yield None, each(whole, blocks.layout_runs(base.layout, elements=limits.PLANES_ELEMENTS))
-    for ref in edge.manifest.payloads:
-        if ref.sha256 not in applied:
-            payload = next(payloads)
-            payload.header.layout.require_equal(weights.layout, ours=edge.key, theirs="the version before it")
-            yield ref, blocks.decode(weights, payload.blocks(), relative=edge.start is not None)
+        whole = blocks.layout_runs(base.layout, elements=limits.PLANES_ELEMENTS)
+        for result in each(lambda runs: use(Changes(runs, None, base.region(runs).gather())), whole):
+            yield [result], None
+
+    def fetched() -> Iterator[tuple[Payload, int | None, PayloadRef | None]]:
+        """The number of each block in its payload, and the payload with the last of them."""
+        for ref in edge.manifest.payloads:
+            if ref.sha256 not in applied:
+                payload = next(payloads)
+                payload.header.layout.require_equal(weights.layout, ours=edge.key, theirs="the version before it")
+                last = len(payload.block_infos) - 1
+                if last < 0:
+                    yield payload, None, ref
+                for i in range(last + 1):
+                    yield payload, i, ref if i == last else None
+
+    def decode(item: tuple[Payload, int | None, PayloadRef | None]) -> tuple[list[_T], PayloadRef | None]:
+        payload, i, ref = item
+        if i is None:
+            return [], ref
+        decoded = blocks.decode_block(weights, payload.block(i), relative=edge.start is not None)
+        return [use(changes) for changes in decoded], ref
+
+    yield from each(decode, fetched())
+
+
+def staged_changes(edge: Edge, payloads: Iterator[Payload], weights: Weights) -> list[Changes]:
+    """All changes of a delta or skip, decoded and verified. Nothing is written."""
+    decoded = decode_edge(edge, payloads, weights, lambda changes: changes)
+    return [changes for part, _ in decoded for changes in part]
 
 
 def apply_edge(
@@ -76,9 +101,7 @@ def apply_edge(
 
     `on_payload` is called with the size of each payload that was applied. After an error the weights are of no version.
     """
-    for ref, changes in decode_edge(edge, payloads, weights, base=base):
-        for _ in each(partial(blocks.overwrite, weights), changes):
-            pass
+    for _, ref in decode_edge(edge, payloads, weights, partial(blocks.overwrite, weights), base=base):
         if ref is not None and on_payload is not None:
             on_payload(ref.nbytes)
 
@@ -94,10 +117,6 @@ def require_digest(edge: Edge, weights: Weights, *, on_progress: blocks.OnProgre
             key=edge.key,
             version=edge.end,
         )
-
-
-def _whole(weights: Weights, runs: Runs) -> Changes:
-    return Changes(runs, None, weights.region(runs).gather())
 
 
 # Where a plan starts

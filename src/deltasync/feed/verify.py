@@ -121,9 +121,7 @@ class DeepCheck:
                     pass
                 self._add(payload.nbytes)
             return
-        for ref, changes in decode_edge(edge, payloads, old):
-            for _ in changes:
-                pass
+        for _, ref in decode_edge(edge, payloads, old, lambda changes: None):
             if ref is not None:
                 self._add(ref.nbytes)
 

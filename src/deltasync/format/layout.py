@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -159,6 +160,11 @@ class Layout:
     def sha256(self) -> str:
         """SHA-256 of the canonical JSON of the layout, in hex: its identity."""
         return hashlib.sha256(canonical_json(self.to_json())).hexdigest()
+
+    @cached_property
+    def index_bytes(self) -> int:
+        """What the layout takes in the index of each payload."""
+        return len(zlib.compress(canonical_json(self.to_json())))
 
     @cached_property
     def ordinals(self) -> dict[str, int]:

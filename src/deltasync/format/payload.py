@@ -5,7 +5,7 @@ file. A `coo/1` payload holds plain `{name}.indices` and `{name}.values` instead
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
@@ -169,8 +169,13 @@ class _HasRuns(Protocol):
 _B = TypeVar("_B", bound=_HasRuns)
 
 
-def grouped(blocks: Iterable[_B], *, elements: int | None = None) -> Iterator[list[_B]]:
-    """Neighbouring blocks, one group for each payload: it ends once it covers `elements`, or has too many runs."""
+def grouped(
+    blocks: Iterable[_B], *, enough: int | None = None, size: Callable[[_B], int] | None = None
+) -> Iterator[list[_B]]:
+    """Neighbouring blocks, one group for each payload: it ends once its size is `enough`, or it has too many runs.
+
+    `size` is that of a block; by default the number of its elements.
+    """
     group: list[_B] = []
     held = runs = 0
     for block in blocks:
@@ -178,9 +183,9 @@ def grouped(blocks: Iterable[_B], *, elements: int | None = None) -> Iterator[li
             yield group
             group, held, runs = [], 0, 0
         group.append(block)
-        held += int(block.runs[:, 2].sum())
+        held += int(block.runs[:, 2].sum()) if size is None else size(block)
         runs += len(block.runs)
-        if elements is not None and held >= elements:
+        if enough is not None and held >= enough:
             yield group
             group, held, runs = [], 0, 0
     if group:

@@ -28,6 +28,7 @@ from deltasync.feed.replay import (
     decode_edge,
     open_start,
     require_digest,
+    staged_changes,
     with_fallback,
     zeros,
 )
@@ -303,7 +304,7 @@ class Mirror:
                 version=edge.end,
             )
         try:
-            staged = [part for _, changes in decode_edge(edge, payloads, weights) for part in changes]
+            staged = staged_changes(edge, payloads, weights)
         except MismatchError as error:
             # Either the mirror has lost bits, or the change was made against others than those of its parent.
             if not self.is_sound():
@@ -325,9 +326,10 @@ class Mirror:
     ) -> None:
         """An anchor or a base is written as it arrives: the mirror is of no version until its digest is checked."""
         with self.writing(edge.end, edge.manifest.digest, resume=bool(applied)):
-            for ref, changes in decode_edge(edge, payloads, weights, base=base, applied=applied):
-                for differing in each(partial(self._overwrite, weights), changes):
-                    self._collect(differing, weights)
+            use = partial(self._overwrite, weights)
+            for differing, ref in decode_edge(edge, payloads, weights, use, base=base, applied=applied):
+                for changes in differing:
+                    self._collect(changes, weights)
                 if ref is not None:
                     self._note(MirrorRecord(None, edge.end, self._record.applied | {ref.sha256}))
             try:

@@ -74,7 +74,8 @@ def publish(
         manifest = head
         # A second attempt finds its version at the head, where only the anchor may be missing.
         if changes or not anchor or head.step != metadata.step:
-            manifest = versions.delta(changes, head, metadata).manifest
+            changed = sum(block.changed for block in changes)
+            manifest = versions.delta(lambda: (block for block in changes), head, metadata, changed=changed).manifest
         if anchor and manifest.kind == "delta":
             versions.add_anchor(manifest, new, progress=progress)
         return manifest

@@ -20,8 +20,9 @@ PROGRESS_S = 10.0
 class PublishEvent:
     """One committed version, or one anchor that was added to a version (`kind` is then "anchor").
 
-    Seconds by phase: the trainer waited for `held_s`; the other phases ran in the background. `coalesced` counts the
-    earlier publications that this one carries.
+    Seconds by phase: the trainer waited for `held_s`; the other phases ran in the background. Payloads are put while
+    others are encoded: `encode_s` is the time in which putting waited for the encoder. `coalesced` counts the earlier
+    publications that this one carries.
     """
 
     kind: Kind

@@ -6,9 +6,8 @@ bounded and no change is lost: it is part of the later version.
 
 import logging
 import threading
-import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -16,6 +15,7 @@ from deltasync.blocks import encode_changes
 from deltasync.errors import ConflictError, InvalidInputError, StoreError
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
+from deltasync.format.payload import Block
 from deltasync.format.weights import Changes
 from deltasync.parallel import Pool
 from deltasync.trainer.anchoring import Anchors
@@ -47,8 +47,8 @@ class _Job:
     def step(self) -> int | None:
         return self.publications[-1].step
 
-    def event(self, committed: CommittedVersion, *, encode_s: float = 0.0) -> PublishEvent:
-        return committed.event(held_s=self.held_s, encode_s=encode_s, coalesced=len(self.publications) - 1)
+    def event(self, committed: CommittedVersion) -> PublishEvent:
+        return committed.event(held_s=self.held_s, coalesced=len(self.publications) - 1)
 
 
 class Pipeline:
@@ -196,22 +196,29 @@ class Pipeline:
         return committed
 
     def _write_delta(self, job: _Job, head: Manifest) -> tuple[Manifest, PublishEvent]:
-        started = time.perf_counter()
         with self.versions.group.report_errors():
             changes = in_blocks(self.shadow.weights.layout, [] if job.capture is None else job.capture)
             job.capture = changes
-            blocks = encode_changes(self.shadow.weights, changes)
-        encode_s = time.perf_counter() - started
         metadata = Metadata(step=job.step, files=self.files, extra=job.extra)
+        digest_delta = StateDigest.ZERO
+
+        def encode() -> Generator[Block, None, None]:
+            nonlocal digest_delta
+            total = StateDigest.ZERO
+            for block in encode_changes(self.shadow.weights, changes):
+                total += block.digest
+                yield block
+            # Only once it is complete: before that, nothing can have been committed.
+            digest_delta = total
+
         try:
-            committed = self.versions.delta(blocks, head, metadata)
+            count = sum(len(part.values) for part in changes)
+            committed = self.versions.delta(encode, head, metadata, changed=count)
         except StoreError:
-            self._uncertain = changes, sum((block.digest for block in blocks), StateDigest.ZERO)
+            self._uncertain = changes, digest_delta
             raise
-        # The encoded blocks are not needed for what follows, which takes memory of its own.
-        del blocks
         self._advance(changes, committed)
-        return committed.manifest, job.event(committed, encode_s=encode_s)
+        return committed.manifest, job.event(committed)
 
     def _resolve(self, changes: list[Changes], digest_delta: StateDigest, job: _Job) -> None:
         """After a failure: advance the shadow if the version was committed and only the answer got lost."""

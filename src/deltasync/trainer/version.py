@@ -4,8 +4,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -40,6 +40,18 @@ SHARD_ELEMENTS_LEAST = 1 << 22
 
 SHARDS_MAX = 4096
 """Beyond this number shards become larger instead: the manifest names every one."""
+
+DELTA_PAYLOADS = 16
+DELTA_BYTES_LEAST = 1 << 19
+DELTA_BYTES_MOST = 1 << 23
+"""A delta is cut into about this many payloads, within these sizes: some are put or fetched while others are coded."""
+
+INDEX_SHARE = 500
+"""A payload of a delta has at least this many times the bytes of the layout in its index, which also takes time."""
+
+PUTS_MOST = 8
+PUT_BYTES = 1 << 25
+"""Payloads of a delta that are put at once: so many, or two, or those that have so many bytes together."""
 
 RESUME_S = 3600
 """A shard that has been in the store for longer is put again: `prune` may be about to remove it."""
@@ -98,7 +110,7 @@ def put_anchor(
         for local in layout_runs(weights.layout, elements=limits.PLANES_ELEMENTS)
     )
     # Weights without any element still make one shard: an anchor has a payload.
-    groups = grouped(blocks, elements=_shard_elements(layout.elements)) if layout.elements else [[]]
+    groups = grouped(blocks, enough=_shard_elements(layout.elements)) if layout.elements else [[]]
     # One shard more than there are cores is in progress, as some of them wait for the store.
     done = list(each(put, groups, waiting=min(_WORKERS_MAX, threads()) + 1, on_done=report))
     return tuple(ref for ref, _ in done), sum((digest_delta for _, digest_delta in done), zero)
@@ -166,6 +178,10 @@ Put = Callable[[Retry, float], Part]
 """Puts what this process adds to a version. Shards that the store got within so many seconds are left out."""
 
 
+Encode = Callable[[], Generator[Block, None, None]]
+"""Encodes the blocks of a delta, one by one."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Created(Generic[_R]):
     """What `create` returned. `is_late`: the payloads may have been removed before it was done."""
@@ -216,8 +232,9 @@ class CommittedVersion:
     commit_s: float = 0.0
     retries: int = 0
     is_anchor_due: bool = False
+    encode_s: float = 0.0
 
-    def event(self, *, held_s: float = 0.0, encode_s: float = 0.0, coalesced: int = 0) -> PublishEvent:
+    def event(self, *, held_s: float = 0.0, coalesced: int = 0) -> PublishEvent:
         """The event that reports it."""
         m = self.manifest
         return PublishEvent(
@@ -228,7 +245,7 @@ class CommittedVersion:
             changed=m.changed,
             payload_bytes=m.nbytes,
             held_s=held_s,
-            encode_s=encode_s,
+            encode_s=self.encode_s,
             put_s=self.put_s,
             commit_s=self.commit_s,
             coalesced=coalesced,
@@ -301,16 +318,51 @@ class VersionWriter:
         draft = replace(self._draft("base", None, metadata), base=base)
         return self._commit(draft, layout_digest(self.layout), lambda retry, resume_s: part)
 
-    def delta(self, blocks: Sequence[Block], parent: Manifest, metadata: Metadata) -> CommittedVersion:
-        """Commit blocks that were encoded against `parent` as the version after it."""
+    def delta(self, encode: Encode, parent: Manifest, metadata: Metadata, *, changed: int = 0) -> CommittedVersion:
+        """Commit blocks that `encode` encodes against `parent` as the version after it.
+
+        Payloads are put while later blocks are encoded. `encode` gives the same blocks whenever it is called: it is
+        called again if the payloads must be put again. `changed` is about the number of changes that are to come.
+        """
+        encode_s = 0.0
+        payload_bytes = self._payload_bytes(changed)
 
         def put(retry: Retry, resume_s: float) -> Part:
-            digest_delta = sum((block.digest for block in blocks), StateDigest.ZERO)
-            placed = blocks if self.shards is None else self.shards.place(blocks)
-            refs = tuple(self._put_delta(parent, group, retry) for group in grouped(placed))
-            return Part(refs, digest_delta, sum(block.changed for block in blocks))
+            nonlocal encode_s
+            digest_delta, count = StateDigest.ZERO, 0
 
-        return self._commit(self._draft("delta", parent, metadata), parent.digest, put)
+            def encoded() -> Iterator[Block]:
+                nonlocal digest_delta, count, encode_s
+                while True:
+                    since = time.perf_counter()
+                    block = next(blocks, None)
+                    encode_s += time.perf_counter() - since
+                    if block is None:
+                        return
+                    digest_delta += block.digest
+                    count += block.changed
+                    yield block
+
+            def put_group(group: list[Block]) -> PayloadRef:
+                return self._put_delta(parent, group, retry)
+
+            at_once = max(2, min(PUTS_MOST, PUT_BYTES // payload_bytes))
+            with closing(encode()) as blocks:
+                placed = encoded() if self.shards is None else self.shards.place(encoded())
+                groups = grouped(placed, enough=payload_bytes, size=lambda block: len(block.data))
+                refs = tuple(each(put_group, groups, waiting=at_once))
+            return Part(refs, digest_delta, count)
+
+        committed = self._commit(self._draft("delta", parent, metadata), parent.digest, put)
+        return replace(committed, encode_s=encode_s, put_s=max(0.0, committed.put_s - encode_s))
+
+    def _payload_bytes(self, changed: int) -> int:
+        """The size of payloads of a delta of so many changes, each of which takes about a byte."""
+        # Ranks put in parallel as it is, and the manifest names the payloads of all of them.
+        if self.shards is not None:
+            return DELTA_BYTES_MOST
+        wanted = min(DELTA_BYTES_MOST, max(DELTA_BYTES_LEAST, changed // DELTA_PAYLOADS))
+        return max(wanted, INDEX_SHARE * self.layout.index_bytes)
 
     def add_anchor(
         self, manifest: Manifest, weights: Readable, *, progress: Progress | None = None

@@ -288,6 +288,7 @@ def test_verify(place: Path, capsys: Out, option: list[str], words: str) -> None
         "lost": [],
         "pruned": [],
         "damages": [],
+        "takes": [],
         "unchecked": [],
         "orphans": 0,
         "orphan_bytes": 0,
@@ -311,7 +312,8 @@ def test_verify_damage(place: Path, capsys: Out) -> None:
     assert run("verify", "feed", "--deep", "--json") == 3
     found = json.loads(capsys.readouterr().out)
     assert (found["clean"], found["lost"], found["restorable"]) == (False, [1, 2], [0, 3, 4])
-    assert found["damages"][0].keys() == {"key", "kind", "rule", "message", "takes"}
+    assert found["damages"][0].keys() == {"key", "kind", "rule", "message"}
+    assert found["takes"] == [{"versions": [[1, 2]], "keys": [keys.version_key(1)]}]
 
 
 def test_verify_reports_orphans_bases_and_pruned_versions(place: Path, capsys: Out) -> None:

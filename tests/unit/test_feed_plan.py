@@ -313,4 +313,23 @@ def test_a_version_from_nothing_where_the_start_leads_nowhere() -> None:
 def test_collect_reads_no_further_than_the_start() -> None:
     store = store_of(paper("anchor", 0, 1000), *deltas(0, 50))
     log = Log(store)
-    assert {e.end for e in collect(log, log.read(50), start=45, avoid=())} == set(range(46, 51))
+    assert {e.end for e in collect(log, log.read(50), [], start=45, avoid=())} == set(range(46, 51))
+
+
+@pytest.mark.parametrize("missing", [1, 40])
+def test_one_warning_for_all_manifests_that_are_passed_over(missing: int, caplog: pytest.LogCaptureFixture) -> None:
+    store = store_of(paper("anchor", 0, 1), *deltas(0, 60), late=[paper("anchor", 59, 100)])
+    for version in range(50 - missing, 50):
+        store.delete(keys.version_key(version))
+    assert steps(planned(store, 60)) == [("anchor", None, 59), ("delta", 59, 60)]
+    (record,) = caplog.records
+    assert "version 49 is not in" in record.getMessage()
+    assert (f"{missing} manifests" in record.getMessage()) == (missing > 1)
+
+
+def test_no_warning_in_front_of_the_error(caplog: pytest.LogCaptureFixture) -> None:
+    store = store_of(*deltas(0, 9))
+    store.delete(keys.version_key(5))
+    with pytest.raises(NotFoundError, match="cannot be rebuilt"):
+        planned(store, 9)
+    assert caplog.text == ""

@@ -351,7 +351,8 @@ def test_json() -> None:
         "restorable": [0, 1, 2, 3, 4, 5, 6],
         "lost": [7],
         "pruned": [],
-        "damages": [{"key": V(7), "kind": "not_found", "rule": "payload.missing", "takes": [7]}],
+        "damages": [{"key": V(7), "kind": "not_found", "rule": "payload.missing"}],
+        "takes": [{"versions": [[7, 7]], "keys": [V(7)]}],
         "unchecked": [],
         "orphans": 0,
         "orphan_bytes": 0,
@@ -466,6 +467,21 @@ def test_damages_share_the_list_of_lost_versions() -> None:
     assert len(found.damages) >= 300
     assert len({id(damage.takes) for damage in found.damages}) == 1
     assert set(found.damages[0].takes) >= {2**40, 300 * 2**40}
+    (takes,) = found.to_json()["takes"]
+    assert takes["keys"] == [damage.key for damage in found.damages]
+    assert [version for first, last in takes["versions"] for version in range(first, last + 1)] == list(found.lost)
+
+
+def test_json_has_the_versions_that_damages_cost_as_ranges() -> None:
+    feed = Feed.of(8)
+    for version in (3, 6):
+        feed.store.delete(payload_of(feed, V(version)))
+    found = verify(feed.store)
+    assert {damage.key: damage.takes for damage in found.damages} == {V(3): (3, 4, 5, 6, 7), V(6): (6, 7)}
+    assert found.to_json()["takes"] == [
+        {"versions": [(3, 7)], "keys": [V(3)]},
+        {"versions": [(6, 7)], "keys": [V(6)]},
+    ]
 
 
 @pytest.mark.parametrize("junk", [stray_versions, unreadable_versions, unreadable_skips, skips_of_nothing])

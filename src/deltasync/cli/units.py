@@ -4,6 +4,8 @@ import math
 import time
 from collections.abc import Collection, Iterable
 
+from deltasync.format import keys
+
 
 def number_text(count: int) -> str:
     """A whole number with separators: 1,234,567."""
@@ -88,13 +90,7 @@ _RANGES_MAX = 50
 
 def ranges_text(versions: Iterable[int]) -> str:
     """Ascending versions as ranges: `0-3, 7`. Of very many ranges, only the first ones and the last one."""
-    ranges: list[tuple[int, int]] = []
-    for version in versions:
-        if ranges and ranges[-1][1] == version - 1:
-            ranges[-1] = ranges[-1][0], version
-        else:
-            ranges.append((version, version))
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in keys.ranges(versions)]
     if len(texts) > _RANGES_MAX:
         texts = [*texts[: _RANGES_MAX - 2], f"{len(texts) - _RANGES_MAX + 1} more ranges", texts[-1]]
     return ", ".join(texts)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from deltasync.errors import CorruptError, FormatError, NotFoundError
+from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
 from deltasync.feed.log import READ_THREADS, Log, manifest_key, require_follows
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
@@ -58,9 +58,11 @@ def plan(log: Log, target: Manifest, *, start: int | None = None, avoid: Collect
     NotFoundError if there is no plan.
     """
     for thorough in (False, True):
-        edges = collect(log, target, start=start, avoid=avoid, thorough=thorough)
+        unusable: list[str] = []
+        edges = collect(log, target, unusable, start=start, avoid=avoid, thorough=thorough)
         path = cheapest(edges, start=start, end=target.version)
         if path is not None:
+            _report(unusable)
             return Plan(path)
     raise NotFoundError(
         f"version {target.version} cannot be rebuilt from {log.store.url}: the versions that it is built on were "
@@ -95,19 +97,28 @@ def cheapest(edges: Iterable[Edge], *, start: int | None, end: int) -> tuple[Edg
 
 
 def collect(
-    log: Log, target: Manifest, *, start: int | None, avoid: Collection[str], thorough: bool = False
+    log: Log,
+    target: Manifest,
+    unusable: list[str],
+    *,
+    start: int | None,
+    avoid: Collection[str],
+    thorough: bool = False,
 ) -> list[Edge]:
     """The edges that can be part of a cheap plan, read backwards from `target` until nothing cheaper can follow.
 
-    `thorough` reads on to the first version, for when no plan was found among the others.
+    `thorough` reads on to the first version, for when no plan was found among the others. `unusable` gets the reasons
+    why manifests were left out.
     """
     late = set(log.anchors())
     edges: list[Edge] = []
     walked_bytes = 0
     best_bytes: int | None = None
-    for manifest in _backwards(log, target, down_to=start):
-        anchor = _readable(log.anchor, manifest.version) if manifest.version in late else None
-        for edge in _usable(manifest, anchor, avoid):
+    for manifest in _backwards(log, target, unusable, down_to=start):
+        anchor = None
+        if manifest.version in late:
+            anchor = _readable(_read(log.anchor, manifest.version), unusable)
+        for edge in _usable(manifest, anchor, avoid, unusable):
             edges.append(edge)
             if edge.start is None and edge.manifest.kind == "anchor":
                 cost = walked_bytes + edge.nbytes
@@ -119,26 +130,27 @@ def collect(
     oldest = min((edge.end for edge in edges), default=0)
     lowest = oldest - 1 if start is None else min(start, oldest - 1)
     wanted = [(a, b) for a, b in log.skips(start=max(0, lowest)) if b <= target.version]
-    for skip in each(lambda pair: _readable(log.skip, *pair), wanted, waiting=READ_THREADS):
+    for outcome in each(lambda pair: _read(log.skip, *pair), wanted, waiting=READ_THREADS):
+        skip = _readable(outcome, unusable)
         if skip is not None and (edge := Edge(manifest_key(skip), skip)).key not in avoid:
             if digests.get(skip.version, skip.digest) == skip.digest:
                 edges.append(edge)
             else:
-                logger.warning("skipping %s: it leads to another digest than version %d has", edge.key, skip.version)
+                unusable.append(f"{edge.key} leads to another digest than version {skip.version} has")
     return edges
 
 
-def _usable(manifest: Manifest, anchor: Manifest | None, avoid: Collection[str]) -> Iterator[Edge]:
+def _usable(manifest: Manifest, anchor: Manifest | None, avoid: Collection[str], unusable: list[str]) -> Iterator[Edge]:
     for key, edge in ((manifest_key(manifest), manifest), (keys.anchor_key(manifest.version), anchor)):
         if edge is None or key in avoid:
             continue
         if edge.digest == manifest.digest:
             yield Edge(key, edge)
         else:
-            logger.warning("skipping %s: it has another digest than version %d", key, manifest.version)
+            unusable.append(f"{key} has another digest than version {manifest.version}")
 
 
-def _backwards(log: Log, target: Manifest, *, down_to: int | None) -> Iterator[Manifest]:
+def _backwards(log: Log, target: Manifest, unusable: list[str], *, down_to: int | None) -> Iterator[Manifest]:
     """`target`, then the versions before it, each checked to lead to the next.
 
     Manifests that are missing, damaged or lead elsewhere are left out, as a skip may bridge them; a long gap ends the
@@ -149,8 +161,9 @@ def _backwards(log: Log, target: Manifest, *, down_to: int | None) -> Iterator[M
     gap = 0
     yield target
     older = range(target.version - 1, last, -1)
-    for manifest in each(lambda version: _readable(log.read, version), older, waiting=READ_THREADS):
-        if manifest is not None and _leads(manifest, after):
+    for outcome in each(lambda version: _read(log.read, version), older, waiting=READ_THREADS):
+        manifest = _readable(outcome, unusable)
+        if manifest is not None and _leads(manifest, after, unusable):
             yield manifest
             after, gap = manifest, 0
             continue
@@ -159,21 +172,37 @@ def _backwards(log: Log, target: Manifest, *, down_to: int | None) -> Iterator[M
             return
 
 
-def _leads(before: Manifest, after: Manifest | None) -> bool:
+def _leads(before: Manifest, after: Manifest | None, unusable: list[str]) -> bool:
     if after is None:
         return True
     try:
         require_follows(before, after)
     except CorruptError as error:
-        logger.warning("skipping version %d: %s", before.version, error)
+        unusable.append(str(error))
         return False
     return True
 
 
-def _readable(read: Callable[..., Manifest | None], *at: int) -> Manifest | None:
-    """None for a manifest that is missing or cannot be read."""
+def _read(read: Callable[..., Manifest | None], *at: int) -> Manifest | DeltasyncError | None:
+    """A manifest, or the error if it is missing or cannot be read."""
     try:
         return read(*at)
     except (CorruptError, FormatError, NotFoundError) as error:
-        logger.warning("skipping a manifest: %s", error)
+        return error
+
+
+def _readable(outcome: Manifest | DeltasyncError | None, unusable: list[str]) -> Manifest | None:
+    if isinstance(outcome, DeltasyncError):
+        unusable.append(str(outcome))
         return None
+    return outcome
+
+
+def _report(unusable: list[str]) -> None:
+    """Log the manifests that a plan passes over: one warning, however many there are."""
+    if len(unusable) == 1:
+        logger.warning("passing over a manifest: %s", unusable[0])
+    elif unusable:
+        logger.warning(
+            "passing over %d manifests, which `deltasync verify` lists. The first: %s", len(unusable), unusable[0]
+        )

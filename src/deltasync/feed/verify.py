@@ -165,7 +165,6 @@ class Damage:
             "kind": self.error.kind,
             "rule": self.error.rule,
             "message": self.error.message,
-            "takes": list(self.takes),
         }
 
 
@@ -199,11 +198,23 @@ class Verification:
             "lost": list(self.lost),
             "pruned": list(self.pruned),
             "damages": [damage.to_json() for damage in self.damages],
+            "takes": self._takes_json(),
             "unchecked": list(self.unchecked),
             "orphans": self.orphans,
             "orphan_bytes": self.orphan_bytes,
             "young_orphans": self.young_orphans,
         }
+
+    def _takes_json(self) -> list[dict[str, Any]]:
+        """The versions that damages cost, as ranges, with the keys of those that cost the same ones."""
+        # By identity: thousands of damages can share one tuple of as many versions, which takes long to hash.
+        shared: dict[int, tuple[tuple[int, ...], list[str]]] = {}
+        for damage in self.damages:
+            if damage.takes:
+                shared.setdefault(id(damage.takes), (damage.takes, []))[1].append(damage.key)
+        return [
+            {"versions": keys.ranges(versions), "keys": list(dict.fromkeys(by))} for versions, by in shared.values()
+        ]
 
 
 def verify(

@@ -4,6 +4,7 @@ Parsers return None for a key that no builder returns, so that stray objects in 
 """
 
 import re
+from collections.abc import Iterable
 
 from deltasync.errors import InvalidInputError
 from deltasync.format import limits
@@ -101,6 +102,17 @@ def parse_replica_key(key: str) -> str | None:
     """The id of the replica whose heartbeat this is."""
     name = key.removeprefix(REPLICAS).removesuffix(".json")
     return name if _REPLICA_ID.fullmatch(name) is not None and key == f"{REPLICAS}{name}.json" else None
+
+
+def ranges(versions: Iterable[int]) -> list[tuple[int, int]]:
+    """Ascending versions as ranges, each of a first and a last one."""
+    found: list[tuple[int, int]] = []
+    for version in versions:
+        if found and found[-1][1] == version - 1:
+            found[-1] = found[-1][0], version
+        else:
+            found.append((version, version))
+    return found
 
 
 def _bounded(digits: str) -> int | None:

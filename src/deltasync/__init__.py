@@ -22,11 +22,13 @@ if TYPE_CHECKING:
         StoreError,
     )
     from deltasync.feed.compact import compact
+    from deltasync.feed.pins import pin, pins, unpin
     from deltasync.feed.prune import Pruning, plan_prune, prune
     from deltasync.feed.replay import restore
     from deltasync.feed.verify import Verification, verify
     from deltasync.format.digest import StateDigest
     from deltasync.format.manifest import BaseRef, Manifest
+    from deltasync.format.sealed import Pin
     from deltasync.oneshot import Inspection, apply, diff, digest, inspect
     from deltasync.parallel import set_threads
     from deltasync.replica.events import Advance, Status
@@ -60,6 +62,7 @@ __all__ = [
     "Manifest",
     "MismatchError",
     "NotFoundError",
+    "Pin",
     "Pruning",
     "Publication",
     "PublishEvent",
@@ -79,11 +82,14 @@ __all__ = [
     "digest",
     "inspect",
     "open_store",
+    "pin",
+    "pins",
     "plan_prune",
     "prune",
     "publish",
     "restore",
     "set_threads",
+    "unpin",
     "verify",
 ]
 
@@ -101,11 +107,13 @@ _MODULES = {
         "StoreError",
     ),
     "deltasync.feed.compact": ("compact",),
+    "deltasync.feed.pins": ("pin", "pins", "unpin"),
     "deltasync.feed.prune": ("Pruning", "plan_prune", "prune"),
     "deltasync.feed.replay": ("restore",),
     "deltasync.feed.verify": ("Verification", "verify"),
     "deltasync.format.digest": ("StateDigest",),
     "deltasync.format.manifest": ("BaseRef", "Manifest"),
+    "deltasync.format.sealed": ("Pin",),
     "deltasync.oneshot": ("Inspection", "apply", "diff", "digest", "inspect"),
     "deltasync.parallel": ("set_threads",),
     "deltasync.replica.events": ("Advance", "Status"),

@@ -35,7 +35,7 @@ from deltasync.format.layout import Layout
 from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
 from deltasync.format.payload import PayloadHeader, write_payload
 from deltasync.format.safetensors import parse_header
-from deltasync.format.sealed import FORMAT, FeedRecord, FloorRecord, Heartbeat, sealed
+from deltasync.format.sealed import FORMAT, FeedRecord, FloorRecord, Heartbeat, Pin, sealed
 from deltasync.format.weights import Region, Weights
 from deltasync.kernels import available
 from deltasync.kernels import load as load_kernels
@@ -235,6 +235,7 @@ def feed_objects() -> Mapping[str, bytes]:
     feed.store.put(keys.payload_key(files.sha256), companions()[0])
     feed.store.put(keys.version_key(3), replace(log.read(3), files=files).to_bytes())
     feed.store.put(keys.FLOOR, FloorRecord(1).to_bytes())
+    feed.store.put(keys.pin_key("best"), Pin("best", 2, log.read(2).digest.hex, "why", 1_700_000_000).to_bytes())
     log.beat(Heartbeat("replica-1", 2, 1_700_000_000, {"digest": _DIGEST}))
     return {item.key: feed.store.get(item.key) for item in feed.store.list()}
 
@@ -382,6 +383,7 @@ TARGETS: dict[str, Target] = {
     "floor": record(FloorRecord, FloorRecord(7)),
     "lease": record(LeaseRecord, LeaseRecord("writer", 1_700_000_000)),
     "heartbeat": record(Heartbeat, Heartbeat("a", 7, 1_700_000_000, {"digest": _DIGEST}), Heartbeat("b", None, 1)),
+    "pin": record(Pin, Pin("best", 7, _DIGEST, "", 1_700_000_000), Pin("v8", 8, _DIGEST, "why", 1)),
     "mirror record": record(MirrorRecord, MirrorRecord(3, 4, frozenset({_SHA256})), MirrorRecord()),
     "folder record": Target(folder_records, Mutator.sealed, read_folder_record),
     "safetensors": Target(headers, mutate_container, read_safetensors),

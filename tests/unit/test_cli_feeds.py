@@ -143,7 +143,7 @@ def test_log(place: Path, capsys: Out) -> None:
 def test_log_json(place: Path, capsys: Out) -> None:
     assert run("log", "feed", "--json") == 0
     found = read_json(capsys)
-    assert found.keys() == {"head", "floor", "stored_bytes", "stored_payloads", "versions", "skips"}
+    assert found.keys() == {"head", "floor", "stored_bytes", "stored_payloads", "versions", "skips", "pins"}
     assert (found["head"], found["floor"], found["skips"]) == (4, 0, [])
     assert [v["version"] for v in found["versions"]] == [0, 1, 2, 3, 4]
     assert [v["has_anchor"] for v in found["versions"]] == [False, False, False, True, False]
@@ -371,7 +371,7 @@ def test_prune_json(place: Path, capsys: Out) -> None:
         found = read_json(capsys)
         assert found.keys() == {
             "floor", "keys", "payload_bytes", "orphans", "held_by", "versions", "young_orphans", "young_orphan_bytes",
-            "deleted", "kept_orphans",
+            "pinned", "deleted", "kept_orphans", "kept_pinned",
         }  # fmt: skip
         assert found["versions"] == [0, 1, 2]
         assert (found["floor"], found["held_by"], found["deleted"]) == (3, ["replica-7"], deleted)
@@ -390,9 +390,9 @@ def test_prune_json(place: Path, capsys: Out) -> None:
         ["show"],
         ["show", "feed", "-1"],
         ["show", "feed", "1", "2"],
-        ["show", "feed", "newest"],
+        ["show", "feed", "a b"],
         ["restore", "feed"],
-        ["restore", "feed", "-o", "out", "--version", "x"],
+        ["restore", "feed", "-o", "out", "--version", "1.5"],
         ["prune", "feed"],
         ["prune", "feed", "--keep-anchors", "1"],
         ["prune", "feed", "--keep-anchors", "0", "--keep-versions", "1"],
@@ -621,3 +621,47 @@ def test_compact_follows_until_it_is_stopped(place: Path) -> None:
         assert process.stdout.read() == ""
         assert process.wait(60) == 0
     assert found == [2, 4, 6]
+
+
+# --- pins -------------------------------------------------------------------------------------------------------------
+
+
+def test_pins_of_a_feed(place: Path, capsys: Out) -> None:
+    assert run("pin", "feed", "1", "--name", "best", "--note", "\x1b[31mreward\x1b[0m 0.71") == 0
+    assert text(capsys) == "version 1 is pinned as best: `prune` keeps it\n"
+    assert run("prune", "feed", *KEEP_ONE, "--yes") == 0
+    assert "pin best is of an older version: what it needs stays" in text(capsys)
+    assert run("restore", "feed", "-o", "out", "--version", "best") == 0
+    assert "(version 1)" in text(capsys)
+    assert run("show", "feed", "best", "--json") == 0
+    assert read_json(capsys)["manifest"]["version"] == 1
+    assert run("pins", "feed", "--json") == 0
+    (pinned,) = read_json(capsys)["pins"]
+    assert pinned.keys() == {"name", "version", "digest", "note", "created_unix_s"}
+    for command in ("pins", "log"):
+        assert run(command, "feed") == 0
+        shown = text(capsys)
+        assert "\x1b" not in shown
+        assert "\\x1b[31mreward" in shown
+    assert run("unpin", "feed", "best") == 0
+    assert text(capsys) == "version 1 is no longer pinned as best\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["pin", "feed", "2"], 1),
+        (["pin", "feed", "99"], 1),
+        (["pin", "feed", "4", "--name", "\x1b[31m"], 1),
+        (["pin", "feed", "4", "--name", "best"], 4),
+        (["unpin", "feed", "nobody"], 1),
+        (["show", "feed", "nobody"], 1),
+    ],
+)
+def test_pins_that_are_refused(argv: list[str], code: int, place: Path, capsys: Out) -> None:
+    assert run("pin", "feed", "3", "--name", "best") == 0
+    assert run("prune", "feed", *KEEP_ONE, "--yes") == 0
+    capsys.readouterr()
+    assert run(*argv) == code
+    assert "\x1b" not in capsys.readouterr().err
+    assert [path.name for path in (place / "feed" / "pins").iterdir()] == ["best.json"]

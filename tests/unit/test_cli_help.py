@@ -137,7 +137,8 @@ def test_help_imports_little() -> None:
         (["publish", "feed"], "CHECKPOINT is missing"),
         (["diff", "-o", "d"], "OLD and NEW is missing"),
         (["log", "feed", "more"], "there is one argument too many: 'more'"),
-        (["show", "feed", "newest"], "argument VERSION: 'newest' is not a whole number from 0 on"),
+        (["show", "feed", "-best"], "there is no option '-best'"),
+        (["show", "feed", "9best"], "argument VERSION: '9best' is neither a version nor the name of a pin"),
     ],
 )  # fmt: skip
 def test_wrong_usage_says_what_was_meant(argv: list[str], message: str, capsys: Out) -> None:

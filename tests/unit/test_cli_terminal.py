@@ -47,6 +47,9 @@ COMMANDS: dict[str, tuple[int, list[str]]] = {
     "restore": (0, ["small", "-o", "out"]),
     "prune": (0, ["pruned", "--keep-anchors", "1", "--keep-versions", "1"]),
     "compact": (0, ["pruned", "--levels", "2"]),
+    "pin": (0, ["small", "0", "--name", "best", "--note", "why"]),
+    "unpin": (0, ["pruned", "newest"]),
+    "pins": (0, ["small"]),
     "follow": (0, ["small", "--target", "live", "--once"]),
     "status": (3, ["big"]),
     "diff": (0, ["c0", "c1", "-o", "new.delta"]),
@@ -125,6 +128,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> Path:
     deltasync.publish("small", "c0")
     deltasync.publish("pruned", "c0")
     deltasync.publish("pruned", "c1", anchor=True)
+    deltasync.pin("pruned", 1, name="newest")
     (tmp_path / "delta").write_bytes(deltasync.diff("c0", "c1"))
     capsys.readouterr()
     return tmp_path

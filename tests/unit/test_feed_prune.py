@@ -180,6 +180,7 @@ def test_planning_deletes_nothing_and_lists_everything() -> None:
         "versions": list(found.versions),
         "young_orphans": 0,
         "young_orphan_bytes": 0,
+        "pinned": [],
     }
     assert found.versions == (0, 1, 2, 3)
 
@@ -191,7 +192,7 @@ def test_the_floor_first_then_manifests_then_payloads() -> None:
     feed.store.took()
     prune(feed.store, found)
     calls = [call for call in feed.store.took() if call[0] != "get"]
-    assert calls == [("put", keys.FLOOR), *(("delete", key) for key in found.keys)]
+    assert calls == [("put", keys.FLOOR), ("list", keys.PINS), *(("delete", key) for key in found.keys)]
     kinds = ["payload" if key.startswith(keys.PAYLOADS) else "manifest" for key in found.keys]
     assert kinds == sorted(kinds)
     assert kinds[0] == "manifest"

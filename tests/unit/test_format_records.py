@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from deltasync.errors import CorruptError, DeltasyncError, FormatError
-from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat, LeaseRecord, sealed
+from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat, LeaseRecord, Pin, sealed
 
 RECORDS = [
     FeedRecord("f", 1),
@@ -12,6 +12,7 @@ RECORDS = [
     LeaseRecord("w", 9),
     Heartbeat("r", 4, 5, {"engine": "vllm"}),
     Heartbeat("r", None, 5),
+    Pin("best", 7, "ab" * 16, "", 5),
 ]
 
 

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from deltasync import __version__
-from deltasync.cli.parser import FEED_VARIABLE, Parser, positive, read_arguments, seconds, seconds_or_off, whole_number
+from deltasync.cli.parser import (
+    FEED_VARIABLE,
+    Parser,
+    positive,
+    read_arguments,
+    seconds,
+    seconds_or_off,
+    version_or_name,
+    whole_number,
+)
 from deltasync.vllm.settings import CachePolicy, OnRefused, PauseMode
 
 ROWS_MAX = 20
@@ -42,6 +51,9 @@ def build_parser() -> Parser:
         _add_restore,
         _add_prune,
         _add_compact,
+        _add_pin,
+        _add_unpin,
+        _add_pins,
         _add_follow,
         _add_status,
         _add_serve,
@@ -170,7 +182,9 @@ def _add_show(commands: Commands) -> None:
         example="deltasync show s3://bucket/run-42 17",
     )
     _add_url(parser)
-    parser.add_place("version", whole_number, optional=True, help="the version (default: the newest)")
+    parser.add_place(
+        "version", version_or_name, optional=True, help="the version, or the name of a pin (default: the newest)"
+    )
 
 
 def _add_verify(commands: Commands) -> None:
@@ -199,7 +213,9 @@ def _add_restore(commands: Commands) -> None:
     )
     _add_url(parser)
     parser.add_argument("-o", "--output", metavar="DIR", required=True, type=Path, help="folder to write")
-    parser.add_argument("--version", type=whole_number, metavar="N", help="the version (default: the newest)")
+    parser.add_argument(
+        "--version", type=version_or_name, metavar="N", help="the version, or the name of a pin (default: the newest)"
+    )
     _add_base(parser)
     parser.add_argument(
         "--no-files", action="store_true", help="write only the weights, without configuration and tokenizer"
@@ -246,6 +262,48 @@ def _add_compact(commands: Commands) -> None:
         help="versions that a skip leads over, each a multiple of the one before (default: 4,16,64)",
     )
     _add_threads(parser)
+
+
+def _add_pin(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "pin",
+        "pins",
+        "Keep a version for good, under a name.",
+        more="`prune` deletes nothing that it needs, and its name stands for its number.",
+        example="deltasync pin s3://bucket/run-42 17 --name best --note 'reward 0.71'",
+    )
+    _add_url(parser)
+    parser.add_place("version", version_or_name, help="the version, or the name of another pin")
+    parser.add_argument(
+        "--name", metavar="NAME", help="letters, digits, `.`, `_` and `-`, a letter first (default: v and the version)"
+    )
+    parser.add_argument("--note", default="", metavar="TEXT", help="why, for people")
+
+
+def _add_unpin(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "unpin",
+        "pins",
+        "Remove a pin, or all pins of a version.",
+        more="The next `prune` may delete the version.",
+        example="deltasync unpin s3://bucket/run-42 best",
+    )
+    _add_url(parser)
+    parser.add_place("version", version_or_name, help="the name of the pin, or a version")
+
+
+def _add_pins(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "pins",
+        "pins",
+        "List the pins of a feed.",
+        more="Prints their names, versions and notes.",
+        example="deltasync pins s3://bucket/run-42",
+    )
+    _add_url(parser)
 
 
 def _levels(text: str) -> tuple[int, ...]:

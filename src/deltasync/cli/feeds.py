@@ -103,6 +103,8 @@ def log(args: argparse.Namespace, out: Output) -> None:
         anchors = {anchor.version: anchor.nbytes for anchor in added}
         skips = [pair for pair in log.skips() if pair[0] >= first]
         floor = log.floor()
+        pins = [pin for pin in log.pins() if pin.version >= first]
+        pinned = {pin.version for pin in pins}
         payloads, stored_bytes = stored(store)
     if out.is_json:
         versions = [
@@ -110,7 +112,7 @@ def log(args: argparse.Namespace, out: Output) -> None:
                 **manifest_json(m),
                 "has_anchor": m.version in anchors,
                 "anchor_bytes": anchors.get(m.version),
-                "pruned": m.version < floor,
+                "pruned": m.version < floor and m.version not in pinned,
             }
             for m in manifests
         ]
@@ -122,6 +124,7 @@ def log(args: argparse.Namespace, out: Output) -> None:
                 "stored_payloads": payloads,
                 "versions": versions,
                 "skips": [list(pair) for pair in skips],
+                "pins": [pin.to_json() for pin in pins],
             }
         )
         return
@@ -140,11 +143,13 @@ def log(args: argparse.Namespace, out: Output) -> None:
         Column("digest", rank=6),
         Column("writer", rank=7),
     )
-    rows = [_log_row(m, anchors.get(m.version), pruned=m.version < floor) for m in manifests]
-    pruned = [i for i, m in enumerate(manifests) if m.version < floor]
-    out.table(title, columns, rows, faint=pruned)
+    pruned = {m.version for m in manifests if m.version < floor and m.version not in pinned}
+    rows = [_log_row(m, anchors.get(m.version), pruned=m.version in pruned) for m in manifests]
+    out.table(title, columns, rows, faint=[i for i, m in enumerate(manifests) if m.version in pruned])
     for start, end in skips:
         out.line(f"skip from version {start} to {end}")
+    for pin in pins:
+        out.line(f"version {pin.version} is pinned as {pin.name}" + (f": {pin.note}" if pin.note else ""))
 
 
 def _log_row(m: Manifest, anchor_bytes: int | None, *, pruned: bool) -> tuple[Any, ...]:
@@ -309,19 +314,24 @@ def prune(args: argparse.Namespace, out: Output) -> None:
         pruning = plan_prune(store, keep_anchors=args.keep_anchors, keep_versions=args.keep_versions)
         stay = delete(store, pruning) if args.yes else ()
     if out.is_json:
-        out.json({**pruning.to_json(), "deleted": args.yes, "kept_orphans": list(stay)})
+        unnamed = set(pruning.keys[len(pruning.keys) - pruning.orphans :])
+        kept_orphans, kept_pinned = [k for k in stay if k in unnamed], [k for k in stay if k not in unnamed]
+        kept = {"kept_orphans": kept_orphans, "kept_pinned": kept_pinned}
+        out.json({**pruning.to_json(), "deleted": args.yes, **kept})
         return
     for key in pruning.keys:
         out.key(key)
     if stay:
-        orphans = count_text(len(stay), "orphan")
-        out.line(f"{orphans} of these stay: a publisher has put them again, or has committed them")
+        objects = count_text(len(stay), "object")
+        out.line(f"{objects} of these stay: put again, or needed by a manifest or a pin by now")
     if pruning.young_orphans:
         orphans = f"{count_text(pruning.young_orphans, 'orphan')} ({size_text(pruning.young_orphan_bytes)})"
         out.line(
             f"{orphans} younger than a day: not deleted, as a publication in progress may need them",
             indent="  ",
         )
+    for name in pruning.pinned:
+        out.line(f"pin {name} is of an older version: what it needs stays", indent="  ")
     for replica in pruning.held_by:
         out.line(f"replica {replica} is behind: the deltas that it needs stay", indent="  ")
     if pruning.versions:

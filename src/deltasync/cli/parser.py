@@ -114,6 +114,17 @@ def whole_number(text: str) -> int:
     return _whole_number(text, least=0)
 
 
+def version_or_name(text: str) -> int | str:
+    """A version, or the name of a pin."""
+    from deltasync.format.keys import PINS, parse_pin_key
+
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    if parse_pin_key(f"{PINS}{text}.json") is None:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is neither a version nor the name of a pin")
+    return text
+
+
 def _whole_number(text: str, *, least: int) -> int:
     try:
         value = int(text)

@@ -6,10 +6,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
+from deltasync.arguments import whole_number
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, NotFoundError
 from deltasync.format import keys, limits
 from deltasync.format.manifest import Manifest
-from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat
+from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat, Pin
 from deltasync.parallel import each
 from deltasync.store.protocol import ObjectInfo, Store
 
@@ -107,6 +108,34 @@ class Log:
             )
         return manifest
 
+    def resolve(self, version: int | str | None) -> Manifest:
+        """The manifest of a version, given by its number or by the name of a pin; None is the newest one.
+
+        NotFoundError if there is none; CorruptError if the feed now has other weights under the number that was pinned.
+        """
+        if version is None:
+            return self.require_head()
+        if not isinstance(version, str):
+            return self.read(whole_number("version", version))
+        pin = self.pin(version)
+        if pin is None:
+            raise NotFoundError(
+                f"{self.store.url} has no pin {version!r}",
+                key=keys.pin_key(version),
+                hint="`deltasync pins` lists the names; a version is a number",
+            )
+        manifest = self.read(pin.version)
+        if manifest.digest.hex != pin.digest:
+            raise CorruptError(
+                f"the pin {pin.name} is of version {pin.version} with the digest {pin.digest}, which now has the "
+                f"digest {manifest.digest}",
+                rule="pin.digest",
+                version=pin.version,
+                key=keys.pin_key(pin.name),
+                hint="the feed was rolled back or replaced: pin another version",
+            )
+        return manifest
+
     def read_many(self, versions: Iterable[int]) -> Iterator[Manifest]:
         """The manifests of several versions, read in parallel, in the order of `versions`."""
         return each(self.read, versions, waiting=READ_THREADS)
@@ -137,6 +166,17 @@ class Log:
         """The oldest version that `prune` promises to keep; 0 if it never ran."""
         record = self._record(keys.FLOOR, FloorRecord.from_bytes)
         return 0 if record is None else record.version
+
+    def pin(self, name: str) -> Pin | None:
+        """The pin of that name, if there is one."""
+        key = keys.pin_key(name)
+        return self._record(key, lambda data: _parse_pin(key, data))
+
+    def pins(self) -> list[Pin]:
+        """All pins, by name. CorruptError or FormatError if one cannot be read: it may keep any version."""
+        names = [keys.parse_pin_key(item.key) for item in self.store.list(keys.PINS)]
+        found = each(self.pin, [name for name in names if name is not None], waiting=READ_THREADS)
+        return [pin for pin in found if pin is not None]
 
     def heartbeats(self) -> list[Heartbeat]:
         """The last heartbeat of every replica that ever wrote one.
@@ -237,6 +277,16 @@ def parse_manifest(key: str, data: bytes, *, version: int | None = None) -> Mani
         message = f"{key} holds a manifest of another key: of a {manifest.kind} to version {manifest.version}"
         raise CorruptError(message, rule="manifest.key", key=key, version=version)
     return manifest
+
+
+def _parse_pin(key: str, data: bytes) -> Pin:
+    try:
+        pin = Pin.from_bytes(data)
+    except (CorruptError, FormatError) as error:
+        raise error.at(key) from error
+    if key != f"{keys.PINS}{pin.name}.json":
+        raise CorruptError(f"{key} holds the pin {pin.name!r:.140}", rule="pin.key", key=key)
+    return pin
 
 
 def manifest_key(manifest: Manifest) -> str:

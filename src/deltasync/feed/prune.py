@@ -6,17 +6,18 @@ must find that its next version exists, however old it is.
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, NotFoundError
 from deltasync.feed.log import READ_THREADS, Log, is_live, read_manifest
-from deltasync.feed.plan import Edge
+from deltasync.feed.plan import Edge, cheapest
 from deltasync.feed.survey import ORPHAN_S, Survey, is_given_up, manifest_keys, reachable, survey
 from deltasync.feed.writer import probe_clock
 from deltasync.format import keys
-from deltasync.format.sealed import FloorRecord, Heartbeat
+from deltasync.format.manifest import Manifest
+from deltasync.format.sealed import FloorRecord, Heartbeat, Pin
 from deltasync.parallel import each
 from deltasync.store import Feed, opened
 from deltasync.store.protocol import Store
@@ -42,6 +43,10 @@ class Pruning:
     young_orphans: int = 0
     """Payloads that no manifest names, and that stay because they were put within a day."""
     young_orphan_bytes: int = 0
+    pinned: tuple[str, ...] = ()
+    """Pins of versions before `floor`: what these versions need is kept."""
+    pins: frozenset[Pin] = field(default=frozenset(), compare=False, repr=False)
+    """All pins that were read: a later one is taken into account when it is found."""
     manifests: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """The keys of all manifests that were read: what a later one names is no orphan."""
 
@@ -55,6 +60,7 @@ class Pruning:
             "versions": list(self.versions),
             "young_orphans": self.young_orphans,
             "young_orphan_bytes": self.young_orphan_bytes,
+            "pinned": list(self.pinned),
         }
 
 
@@ -83,26 +89,81 @@ def prune(feed: Feed, pruning: Pruning, *, clock: Callable[[], float] = time.tim
     """Delete what `plan_prune` chose. A publisher may run at the same time; repeat it after an interruption.
 
     The floor is raised first, so that readers can explain what is missing. Manifests are deleted before their payloads,
-    so that no manifest names a payload that was deleted. Returns the orphans that stay: those that were put within a
-    day by the store's own clock, and those that a manifest names by now.
+    so that no manifest names a payload that was deleted. Returns the keys that stay after all: orphans that were put
+    within a day by the store's own clock, or that a manifest names by now, and what a version needs that was pinned
+    after the plan was made.
     """
     first_orphan = len(pruning.keys) - pruning.orphans
-    orphans, kept = pruning.keys[first_orphan:], []
+    orphans = pruning.keys[first_orphan:]
+    kept: list[str] = []
     with opened(feed) as store:
         log = Log(store)
         before_unix_s = probe_clock(store) - ORPHAN_S if orphans else 0.0
         named = _named_since(log, pruning.manifests) if orphans else set()
         if pruning.floor > log.floor():
             store.put(keys.FLOOR, FloorRecord(pruning.floor).to_bytes())
+        # After the floor: `pin` writes first and reads the floor last, so that one of the two sees the other.
+        needed = _pinned_since(log, pruning)
         for key in pruning.keys[:first_orphan]:
-            store.delete(key)
+            if key in needed:
+                logger.info("%s stays: a version that needs it was pinned", key)
+                kept.append(key)
+            else:
+                store.delete(key)
         for key in orphans:
-            if key not in named and _is_older(store, key, before_unix_s, clock):
+            if key not in named | needed and _is_older(store, key, before_unix_s, clock):
                 store.delete(key)
             else:
-                logger.info("%s stays: a publisher has put it again, or has committed it", key)
+                logger.info("%s stays: it was put again, or a manifest or a pin needs it by now", key)
                 kept.append(key)
     return tuple(kept)
+
+
+def _pinned_since(log: Log, pruning: Pruning) -> set[str]:
+    """The keys of what versions need that were pinned after the plan was made."""
+    added = [pin for pin in log.pins() if pin not in pruning.pins and pin.version < pruning.floor]
+    if not added:
+        return set()
+    contents = survey(log)
+    edges = _pinned_edges(contents, added)
+    needed = {ref.sha256 for edge in edges for ref in edge.manifest.refs}
+    needed |= _files(contents.versions[pin.version] for pin in added)
+    return {*(edge.key for edge in edges), *map(keys.payload_key, needed)}
+
+
+def _pinned_edges(contents: Survey, pins: Collection[Pin]) -> list[Edge]:
+    """The edges that pinned versions are restored by. CorruptError if one of them cannot be restored."""
+    found: dict[int, tuple[Edge, ...]] = {}
+    for pin in pins:
+        manifest = contents.versions.get(pin.version)
+        if manifest is None or manifest.digest.hex != pin.digest:
+            raise _broken_pin(pin, "the feed does not have this version with the digest that was pinned")
+        if pin.version in found:
+            continue
+        usable = [edge for edge in contents.edges() if edge.end <= pin.version and _is_linked(contents, edge)]
+        path = cheapest(filter(contents.holds, usable), start=None, end=pin.version)
+        if path is None:
+            raise _broken_pin(pin, "an object that this version is built on is missing")
+        found[pin.version] = path
+    return [edge for path in found.values() for edge in path]
+
+
+def _is_linked(contents: Survey, edge: Edge) -> bool:
+    """Whether an edge leads from and to the digests of its versions."""
+    ends = ((edge.start, edge.manifest.parent_digest), (edge.end, edge.manifest.digest))
+    return all(
+        at is None or (at in contents.versions and contents.versions[at].digest == digest) for at, digest in ends
+    )
+
+
+def _broken_pin(pin: Pin, message: str) -> CorruptError:
+    return CorruptError(
+        f"the pin {pin.name} of version {pin.version} cannot be kept: {message}",
+        version=pin.version,
+        key=keys.pin_key(pin.name),
+        rule="prune.pin",
+        hint=f"nothing was deleted; put the objects back from a copy, or `deltasync unpin` {pin.name}",
+    )
 
 
 def _named_since(log: Log, known: Collection[str]) -> set[str]:
@@ -167,20 +228,26 @@ def _floor(contents: Survey, *, keep_anchors: int, keep_versions: int) -> int:
 
 def _pruning(contents: Survey, floor: int, behind: Collection[Heartbeat], *, orphans_before_unix_s: float) -> Pruning:
     oldest = min((beat.version for beat in behind if beat.version is not None), default=floor)
-    gone = [edge for edge in contents.edges() if _goes(edge, floor, oldest)]
-    kept = [edge for edge in contents.edges() if not _goes(edge, floor, oldest)]
+    below = [pin for pin in contents.pins if pin.version < floor]
+    pinned = {edge.key for edge in _pinned_edges(contents, below)}
+    gone: list[Edge] = []
+    kept: list[Edge] = []
+    for edge in contents.edges():
+        (gone if _goes(edge, floor, oldest) and edge.key not in pinned else kept).append(edge)
     lost = reachable(filter(contents.holds, contents.edges())) - reachable(filter(contents.holds, kept))
     if lost and max(lost) >= floor:
         message = f"version {max(lost)} needs versions before {floor}: an object that it is built on is missing"
         raise _damaged(message, keys.version_key(max(lost)))
-    # Files beside the weights are few and shared by all versions: they are kept.
-    needed = {ref.sha256 for edge in kept for ref in edge.manifest.refs} | _files(gone)
+    needed = {ref.sha256 for edge in kept for ref in edge.manifest.refs}
+    needed |= _files(contents.versions[pin.version] for pin in below)
     named = {ref.sha256 for edge in gone for ref in edge.manifest.refs}
-    known = named | needed
-    unnamed = [(sha256, item) for sha256, item in contents.payloads.items() if sha256 not in known]
-    orphans = {sha256 for sha256, item in unnamed if item.modified_unix_s < orphans_before_unix_s}
-    young = [item for sha256, item in unnamed if sha256 not in orphans]
-    deleted = [*sorted((named - needed) & contents.payloads.keys()), *sorted(orphans)]
+    # A publisher may be about to name files beside the weights again: like orphans, they go once they are old.
+    files = _files(edge.manifest for edge in gone) - needed
+    known = (named | needed) - files
+    unnamed = {sha256: item for sha256, item in contents.payloads.items() if sha256 not in known}
+    orphans = {sha256 for sha256, item in unnamed.items() if item.modified_unix_s < orphans_before_unix_s}
+    young = [item for sha256, item in unnamed.items() if sha256 not in orphans and sha256 not in files]
+    deleted = [*sorted((named - needed - files) & contents.payloads.keys()), *sorted(orphans)]
     manifests = [edge.key for edge in gone if keys.parse_version_key(edge.key) is None]
     return Pruning(
         floor=max(floor, contents.floor),
@@ -191,6 +258,8 @@ def _pruning(contents: Survey, floor: int, behind: Collection[Heartbeat], *, orp
         versions=tuple(sorted(lost)),
         young_orphans=len(young),
         young_orphan_bytes=sum(item.nbytes for item in young),
+        pinned=tuple(sorted(pin.name for pin in below)),
+        pins=frozenset(contents.pins),
         manifests=frozenset(edge.key for edge in contents.edges()),
     )
 
@@ -200,5 +269,5 @@ def _goes(edge: Edge, floor: int, oldest: int) -> bool:
     return is_given_up(edge, floor) and (edge.start is None or edge.start < oldest)
 
 
-def _files(edges: Collection[Edge]) -> set[str]:
-    return {edge.manifest.files.sha256 for edge in edges if edge.manifest.files is not None}
+def _files(manifests: Iterable[Manifest]) -> set[str]:
+    return {manifest.files.sha256 for manifest in manifests if manifest.files is not None}

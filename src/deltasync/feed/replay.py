@@ -333,11 +333,11 @@ def _readable(log: Log, version: int) -> Manifest | None:
         return None
 
 
-def plan_restore(feed: Feed, *, version: int | None = None) -> tuple[Manifest, Plan]:
+def plan_restore(feed: Feed, *, version: int | str | None = None) -> tuple[Manifest, Plan]:
     """The manifest of a version (the newest by default), and the plan by which it would be restored."""
     with opened(feed) as store:
         log = Log(store)
-        target = log.require_head() if version is None else log.read(version)
+        target = log.resolve(version)
         return target, plan(log, target)
 
 
@@ -345,13 +345,15 @@ def restore(
     feed: Feed,
     out: str | os.PathLike[str],
     *,
-    version: int | None = None,
+    version: int | str | None = None,
     base: str | os.PathLike[str] | None = None,
     files: bool = True,
     trust_code: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
     """Write the checkpoint of a version (the newest by default) to the folder `out`, whole or not at all.
+
+    `version` is a number, or the name of a pin.
 
     `base` is a local copy of the checkpoint that the feed started with, if the one that the feed names is not
     available. If a payload is damaged or missing, another plan is tried. The digest is checked before `out` appears.
@@ -360,10 +362,12 @@ def restore(
     `trust_code`: also write files of the feed that can run code when the folder is loaded, such as `modeling.py`.
     """
     local_path("out", out)
-    base_path, version = optional_path("base", base), optional_version(version)
+    base_path = optional_path("base", base)
+    if not isinstance(version, str):
+        optional_version(version)
     with opened(feed) as store:
         log = Log(store)
-        target = log.require_head() if version is None else log.read(version)
+        target = log.resolve(version)
         beside = find_files(log, target, trust_code=trust_code) if files else {}
         if files and not has_config(beside):
             logger.warning(_NO_CONFIG, target.version, store.url)

@@ -9,6 +9,7 @@ from deltasync.feed.log import READ_THREADS, Log, read_manifest
 from deltasync.feed.plan import Edge
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
+from deltasync.format.sealed import Pin
 from deltasync.parallel import each
 from deltasync.store.protocol import ObjectInfo
 
@@ -29,6 +30,7 @@ class Survey:
     damaged: dict[str, DeltasyncError]
     payloads: dict[str, ObjectInfo]
     floor: int
+    pins: tuple[Pin, ...] = ()
 
     @property
     def head(self) -> int | None:
@@ -102,6 +104,11 @@ def survey(log: Log) -> Survey:
         log.feed()
     except (CorruptError, FormatError) as error:
         damaged[keys.FEED] = error
+    pins: tuple[Pin, ...] = ()
+    try:
+        pins = tuple(log.pins())
+    except (CorruptError, FormatError) as error:
+        damaged[error.key or keys.PINS] = error
     payloads = _payloads(log)
     floor = 0
     try:
@@ -115,6 +122,7 @@ def survey(log: Log) -> Survey:
         damaged=damaged,
         payloads=payloads,
         floor=floor,
+        pins=pins,
     )
 
 

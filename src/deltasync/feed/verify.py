@@ -316,6 +316,21 @@ def _missing_payloads(contents: Survey) -> Iterator[Damage]:
             yield Damage(edge.key, error)
 
 
+def _broken_pins(contents: Survey, restorable: Collection[int]) -> Iterator[Damage]:
+    for pin in contents.pins:
+        key, manifest = keys.pin_key(pin.name), contents.versions.get(pin.version)
+        error: DeltasyncError
+        if manifest is not None and manifest.digest.hex != pin.digest:
+            message = f"the pin {pin.name} promises the digest {pin.digest} for version {pin.version}"
+            error = CorruptError(message, rule="pin.digest", key=key, version=pin.version)
+        elif pin.version not in restorable:
+            message = f"version {pin.version}, which the pin {pin.name} keeps, cannot be restored"
+            error = NotFoundError(message, rule="pin.lost", key=key, version=pin.version)
+        else:
+            continue
+        yield Damage(key, error)
+
+
 def _report(
     contents: Survey, damages: list[Damage], unchecked: list[str], *, deep: bool, young_after_unix_s: float
 ) -> Verification:
@@ -328,6 +343,8 @@ def _report(
     # Edges that were pruned on purpose could not be used before the damage either.
     standing = [edge for edge in edges if edge.key in bad or contents.holds(edge)]
     taken = _taken(standing, bad, gone - pruned, every)
+    damages = [*damages, *_broken_pins(contents, good)]
+    taken |= {damage.key: () for damage in damages if damage.key not in taken}
     named = {ref.sha256 for edge in edges for ref in edge.manifest.refs}
     orphans = [item for sha256, item in contents.payloads.items() if sha256 not in named]
     return Verification(

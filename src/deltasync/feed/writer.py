@@ -29,7 +29,7 @@ _TRIES = 3
 _FOLDER_NAMES = frozenset({
     keys.FLOOR, keys.LEASE, "lost+found",
     *(prefix.rstrip("/") for prefix in (
-        keys.VERSIONS, keys.ANCHORS, keys.SKIPS, keys.PAYLOADS, keys.REPLICAS, keys.PROBES
+        keys.VERSIONS, keys.ANCHORS, keys.SKIPS, keys.PAYLOADS, keys.REPLICAS, keys.PINS, keys.PROBES
     )),
 })  # fmt: skip
 """What may be in the folder of a new feed: the root of a file system, and what was left by an attempt that failed."""

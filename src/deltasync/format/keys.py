@@ -18,6 +18,7 @@ ANCHORS = "anchors/"
 SKIPS = "skips/"
 PAYLOADS = "payloads/"
 REPLICAS = "replicas/"
+PINS = "pins/"
 PROBES = "probes/"
 
 _VERSION = re.compile(r"versions/([0-9]{20})\.json", re.ASCII)
@@ -25,6 +26,7 @@ _ANCHOR = re.compile(r"anchors/([0-9]{20})\.json", re.ASCII)
 _SKIP = re.compile(r"skips/([0-9]{20})-([0-9]{20})\.json", re.ASCII)
 _PAYLOAD = re.compile(r"payloads/([0-9a-f]{64})\.safetensors", re.ASCII)
 _REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+_PIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,127}", re.ASCII)
 
 
 def version_key(version: int) -> str:
@@ -64,6 +66,17 @@ def replica_key(replica_id: str) -> str:
             hint="use up to 128 letters, digits, dots, dashes and underscores, beginning with a letter or digit",
         )
     return f"{REPLICAS}{replica_id}.json"
+
+
+def pin_key(name: str) -> str:
+    """The pin of a version. A name begins with a letter, so that it is never taken for a version."""
+    if not isinstance(name, str) or _PIN_NAME.fullmatch(name) is None:
+        raise InvalidInputError(
+            f"{name!r:.80} is not the name of a pin",
+            rule="key.pin",
+            hint="use up to 128 letters, digits, dots, dashes and underscores, beginning with a letter",
+        )
+    return f"{PINS}{name}.json"
 
 
 def probe_key(probe_id: str) -> str:
@@ -113,6 +126,12 @@ def ranges(versions: Iterable[int]) -> list[tuple[int, int]]:
         else:
             found.append((version, version))
     return found
+
+
+def parse_pin_key(key: str) -> str | None:
+    """The name of the pin under this key."""
+    name = key.removeprefix(PINS).removesuffix(".json")
+    return name if _PIN_NAME.fullmatch(name) is not None and key == f"{PINS}{name}.json" else None
 
 
 def _bounded(digits: str) -> int | None:

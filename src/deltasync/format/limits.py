@@ -27,7 +27,10 @@ INDEX_BYTES_MAX = 64 << 20
 
 MANIFEST_BYTES_MAX = 16 << 20
 RECORD_BYTES_MAX = 64 << 10
-"""Size of the small JSON objects beside the manifests: feed, floor, lease, heartbeat."""
+"""Size of the small JSON objects beside the manifests: feed, floor, lease, heartbeat, pin."""
+
+NOTE_BYTES_MAX = 4096
+"""Size of the note of a pin."""
 
 FILES_BYTES_MAX = 256 << 20
 """Size of all files that travel beside the weights."""

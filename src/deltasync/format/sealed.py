@@ -104,6 +104,12 @@ class Fields:
             raise self._wrong(name, "a text that is not empty")
         return value
 
+    def any_text(self, name: str) -> str:
+        value = self.values.get(name)
+        if not isinstance(value, str):
+            raise self._wrong(name, "a text")
+        return value
+
     def count(self, name: str) -> int:
         value = self.values.get(name)
         if not is_count(value, most=limits.COUNT_MAX):
@@ -285,3 +291,39 @@ class Heartbeat:
         fields = read_sealed(data, "heartbeat", ("replica", "version", "unix_s", "facts"))
         replica, version = fields.text("replica"), fields.optional_count("version")
         return cls(replica, version, fields.count("unix_s"), fields.texts("facts"))
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """`pins/{name}.json`: a version that `prune` keeps for good, under a name. `note` is for people, and may be empty.
+
+    `digest` is that of the version, in hex: a feed that was rolled back may have another version under this number.
+    """
+
+    name: str
+    version: int
+    digest: str
+    note: str
+    created_unix_s: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "version": self.version,
+            "digest": self.digest,
+            "note": self.note,
+            "created_unix_s": self.created_unix_s,
+        }
+
+    def to_bytes(self) -> bytes:
+        return sealed({"format": FORMAT, **self.to_json()})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Pin":
+        fields = read_sealed(data, "pin", ("name", "version", "digest", "note", "created_unix_s"))
+        note = fields.any_text("note")
+        if len(note.encode()) > limits.NOTE_BYTES_MAX:
+            raise CorruptError(f"the note of the pin has more than {limits.NOTE_BYTES_MAX} bytes", rule="pin.note")
+        return cls(
+            fields.text("name"), fields.count("version"), fields.text("digest"), note, fields.count("created_unix_s")
+        )

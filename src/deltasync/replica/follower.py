@@ -203,11 +203,17 @@ class Follower(ProcessBound):
         self._is_paused = False
         self._loop.nudge()
 
-    def pin(self, version: int | None) -> None:
-        """Stay at a version, which may be older than the live one; None unpins. NotFoundError if it does not exist."""
+    def pin(self, version: int | str | None) -> None:
+        """Stay at a version, which may be older than the live one; None unpins. NotFoundError if it does not exist.
+
+        `version` is a number, or the name of a pin of the feed.
+        """
         self._require_here()
-        version = arguments.optional_version(version)
-        self._pinned = None if version is None else self._read(version)
+        if isinstance(version, str):
+            self._pinned = self._log.resolve(version)
+        else:
+            version = arguments.optional_version(version)
+            self._pinned = None if version is None else self._read(version)
         self._loop.nudge()
 
     def scrub(self, *, repair: bool = True) -> list[Damage]:

@@ -21,7 +21,14 @@ import pytest
 import deltasync
 from deltasync import errors
 
-DOORS = ("deltasync", "deltasync.torch", "deltasync.transformers", "deltasync.trl", "deltasync.testing")
+DOORS = (
+    "deltasync",
+    "deltasync.torch",
+    "deltasync.transformers",
+    "deltasync.trl",
+    "deltasync.interop",
+    "deltasync.testing",
+)
 
 GOLDEN = Path(__file__).with_name("public_api.txt")
 

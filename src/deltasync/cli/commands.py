@@ -54,6 +54,8 @@ def build_parser() -> Parser:
         _add_pin,
         _add_unpin,
         _add_pins,
+        _add_import,
+        _add_export,
         _add_follow,
         _add_status,
         _add_serve,
@@ -82,7 +84,9 @@ def _command(
         description=f"{summary}\n{more}",
         epilog=f"example:\n  {example}\n\ndocs/commands.md#{name} has the details.",
     )
-    parser.set_defaults(command=name, module=module, parser=parser, json=False, plain=False, verbose=0, quiet=False)
+    parser.set_defaults(
+        command=name, module=module, function=name, parser=parser, json=False, plain=False, verbose=0, quiet=False
+    )
     if has_output:
         group = parser.add_argument_group("output")
         group.add_argument("--json", action="store_true", help="print JSON instead of text, errors too")
@@ -133,7 +137,7 @@ def _add_publish(commands: Commands) -> None:
         example="deltasync publish s3://bucket/run-42 checkpoints/step-100 --step 100",
     )
     _add_url(parser)
-    parser.add_place("checkpoint", help="checkpoint folder or .safetensors file")
+    parser.add_place("checkpoint", help="checkpoint folder or .safetensors file; with --watch, a pattern of folders")
     parser.add_argument("--step", type=whole_number, metavar="N", help="the trainer's step, as information")
     parser.add_argument(
         "--parent",
@@ -157,6 +161,25 @@ def _add_publish(commands: Commands) -> None:
     )
     parser.add_argument("--must-exist", action="store_true", help="refuse to start a new feed")
     _add_threads(parser)
+    watch = parser.add_argument_group("checkpoints as they appear")
+    watch.add_argument(
+        "--watch",
+        action="store_true",
+        help="publish every folder that matches, such as 'run/weights/step_*', once it is complete; until SIGINT",
+    )
+    watch.add_argument("--once", action="store_true", help="publish the folders that are there, then exit")
+    watch.add_argument("--after", type=whole_number, metavar="N", help="leave out folders with a number up to N")
+    watch.add_argument("--marker", metavar="NAME", help="a folder is complete only with this file in it")
+    watch.add_argument(
+        "--settle-s",
+        type=seconds,
+        default=2.0,
+        metavar="S",
+        help="a folder is complete only if its files have not changed for S seconds (default: 2)",
+    )
+    watch.add_argument("--shadow", type=Path, metavar="FILE", help="keep the last weights in this file, not in memory")
+    watch.add_argument("--keep-anchors", type=positive, metavar="N", help="prune the feed, as `deltasync prune` does")
+    watch.add_argument("--keep-versions", type=positive, metavar="N", help="prune the feed, as `deltasync prune` does")
 
 
 def _add_log(commands: Commands) -> None:
@@ -308,6 +331,61 @@ def _add_pins(commands: Commands) -> None:
 
 def _levels(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
+
+
+def _add_import(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "import",
+        "folders",
+        "Publish folders of deltas, as slime writes them, to a feed.",
+        more="Each weight_v… becomes a version, after every tensor passed its checksum.",
+        example="deltasync import run/weights s3://bucket/run-42 --base Qwen3-8B --follow",
+    )
+    parser.set_defaults(function="import_folders")
+    parser.add_place("folders", help="the folder that the trainer writes weight_v000001, … to")
+    _add_url(parser)
+    parser.add_argument("--follow", action="store_true", help="go on with new folders, until SIGINT or SIGTERM")
+    parser.add_argument(
+        "--base", type=Path, metavar="DIR", help="the checkpoint that the trainer began with: the version of a new feed"
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="the trainer began again at --base: publish that, then the folders"
+    )
+    parser.add_argument("--shadow", type=Path, metavar="FILE", help="keep the last weights in this file, not in memory")
+    parser.add_argument(
+        "--require-fencing", action="store_true", help="refuse a store that cannot keep two writers apart"
+    )
+    _add_threads(parser)
+
+
+def _add_export(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "export",
+        "folders",
+        "Write a feed as folders of deltas, as slime and others read them.",
+        more="The first folder is a checkpoint, each further one the change to a version.",
+        example="deltasync export s3://bucket/run-42 shared/weights --follow",
+    )
+    _add_url(parser)
+    parser.add_place("folders", help="folder to write weight_v000000, … to")
+    parser.add_argument("--follow", action="store_true", help="go on with new versions, until SIGINT or SIGTERM")
+    parser.add_argument(
+        "--format", choices=("xor", "overwrite"), default="xor", help="how changes are written (default: xor)"
+    )
+    parser.add_argument(
+        "--checksum",
+        choices=("adler32", "xxh3-128", "blake3"),
+        default="adler32",
+        help="checksum of each tensor (default: adler32)",
+    )
+    parser.add_argument(
+        "--from", dest="start", type=whole_number, metavar="N", help="first version (default: the oldest that is kept)"
+    )
+    _add_base(parser)
+    _add_trust_code(parser, "write")
+    _add_threads(parser)
 
 
 def _add_follow(commands: Commands) -> None:

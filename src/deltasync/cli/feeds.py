@@ -8,6 +8,7 @@ from typing import Any
 
 from deltasync.checkpoint import open_checkpoint
 from deltasync.cli.commands import ROWS_MAX
+from deltasync.cli.folders import watch
 from deltasync.cli.follow import calling_on_signal
 from deltasync.cli.output import Column, Output, number_column
 from deltasync.cli.units import (
@@ -24,7 +25,7 @@ from deltasync.cli.units import (
     time_text,
     versions_text,
 )
-from deltasync.errors import CorruptError, NotFoundError
+from deltasync.errors import CorruptError, InvalidInputError, NotFoundError
 from deltasync.feed.compact import LEVELS, Compactor
 from deltasync.feed.log import READ_THREADS, Log, manifest_key
 from deltasync.feed.plan import Plan
@@ -42,9 +43,17 @@ from deltasync.store import opened
 from deltasync.store.protocol import Store
 from deltasync.trainer.checkpoint import publish as commit
 
+_WATCH_OPTIONS = ("once", "after", "marker", "shadow", "keep_anchors", "keep_versions")
+
 
 def publish(args: argparse.Namespace, out: Output) -> None:
     """Commit, and print what that cost against all weights."""
+    if args.watch:
+        watch(args, out)
+        return
+    if unused := next((option for option in _WATCH_OPTIONS if getattr(args, option) not in (None, False)), None):
+        option = unused.replace("_", "-")
+        raise InvalidInputError(f"--{option} has no effect without --watch", hint="add --watch, or leave it out")
     full_bytes = open_checkpoint(args.checkpoint).weights.layout.nbytes
     began_s = time.perf_counter()
     with opened(args.url) as store:

@@ -70,7 +70,7 @@ def _run(argv: Sequence[str] | None) -> None:
     with _logging(args):
         set_threads(getattr(args, "threads", None))
         out = Output.of(is_json=args.json, is_plain=args.plain, is_quiet=args.quiet)
-        getattr(import_module(f"deltasync.cli.{args.module}"), args.command)(args, out)
+        getattr(import_module(f"deltasync.cli.{args.module}"), args.function)(args, out)
 
 
 def guarded(run: Callable[[], None], *, is_json: bool = False) -> int:

@@ -195,6 +195,19 @@ class FeedPublisher:
             anchor=anchor,
         )
 
+    def publish_changes(
+        self, find: Find, *, step: int | None = None, extra: Mapping[str, str] | None = None
+    ) -> Publication:
+        """The same for a feed that has versions, where `find` knows what changed since the head."""
+        metadata = Metadata.of(step, extra)
+        if self.open() is None:
+            raise InvalidInputError("the feed has no version yet", hint="publish all weights first")
+
+        def no_copy(shadow: Shadow) -> None:
+            raise InvalidInputError("the first version is not committed yet", hint="wait for it")
+
+        return self._publish(no_copy, find, metadata, anchor=False)
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything that was published is committed or has failed; False on timeout."""
         return self._pipeline is None or self._pipeline.wait_idle(timeout_s)

@@ -1,0 +1,149 @@
+"""Commands on folders that others write or read: import, export, and publish --watch."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import TypeVar
+
+from deltasync.cli.follow import calling_on_signal
+from deltasync.cli.output import Output
+from deltasync.cli.units import number_text, share_text, size_text
+from deltasync.errors import InvalidInputError, NotFoundError
+from deltasync.replica.loop import Loop
+from deltasync.trainer.events import Publication
+from deltasync.trainer.publisher import PublisherOptions
+from deltasync.trainer.watch import SETTLE_S, CheckpointWatch
+
+_T = TypeVar("_T")
+_POLL_S = 0.2
+_ONCE_SETTLES = 2.0
+"""Without --follow, how many times the settling time a folder may take to become complete."""
+
+
+def watch(args: argparse.Namespace, out: Output) -> None:
+    """Publish the folders that match, and print a line for each."""
+    for name in ("step", "parent", "base", "anchor"):
+        if getattr(args, name) not in (None, False):
+            raise InvalidInputError(f"--{name} has no meaning with --watch", hint="leave one of them out")
+    options = PublisherOptions(
+        shadow_path=args.shadow, require_fencing=args.require_fencing, must_exist=args.must_exist
+    )
+    with CheckpointWatch(
+        args.checkpoint,
+        args.url,
+        after=args.after,
+        marker=args.marker,
+        settle_s=args.settle_s,
+        keep_anchors=args.keep_anchors,
+        keep_versions=args.keep_versions,
+        trust_code=args.trust_code,
+        options=options,
+    ) as watched:
+        _advance_all(
+            watched.advance,
+            lambda publication: _print_publication(out, publication),
+            lambda: watched.waiting_for,
+            follow=not args.once,
+            settle_s=args.settle_s,
+        )
+
+
+def import_folders(args: argparse.Namespace, out: Output) -> None:
+    """Publish folders of deltas, and print a line for each."""
+    from deltasync.interop import Importer
+
+    options = PublisherOptions(shadow_path=args.shadow, require_fencing=args.require_fencing)
+    with Importer(args.folders, args.url, base=args.base, restart=args.restart, options=options) as importer:
+        _advance_all(
+            importer.advance,
+            lambda publication: _print_publication(out, publication),
+            lambda: importer.waiting_for,
+            follow=args.follow,
+        )
+
+
+def export(args: argparse.Namespace, out: Output) -> None:
+    """Write folders of deltas, and print a line for each."""
+    from deltasync.interop import Exported, Exporter
+
+    def show(exported: Exported) -> None:
+        if out.is_json:
+            out.json_line({**asdict(exported), "path": str(exported.path)})
+            return
+        kind = "all weights" if exported.base_version is None else f"the change to version {exported.base_version}"
+        out.line(f"{exported.path}: {kind}, {size_text(exported.nbytes)}", indent="  ")
+        sys.stdout.flush()
+
+    with Exporter(
+        args.url,
+        args.folders,
+        encoding=args.format,
+        checksum_format=args.checksum,
+        start=args.start,
+        base=args.base,
+        trust_code=args.trust_code,
+    ) as exporter:
+        _advance_all(exporter.advance, show, lambda: None, follow=args.follow)
+
+
+def _advance_all(
+    advance: Callable[[], _T | None],
+    show: Callable[[_T], None],
+    waiting_for: Callable[[], str | None],
+    *,
+    follow: bool,
+    settle_s: float = SETTLE_S,
+) -> None:
+    """Call `advance` until it has nothing more; with `follow`, until SIGINT or SIGTERM.
+
+    Without it, NotFoundError if there is a folder that does not become complete.
+    """
+
+    def step() -> bool:
+        done = advance()
+        if done is not None:
+            show(done)
+        return done is not None
+
+    if follow:
+        loop = Loop()
+        # In a thread of its own: a handler that runs in this one must not meet a lock of the loop.
+        with ThreadPoolExecutor(1) as pool, calling_on_signal(loop.stop):
+            pool.submit(loop.run, step, lambda error: None).result()
+        return
+    until_s = time.monotonic() + _ONCE_SETTLES * settle_s
+    while True:
+        if step():
+            until_s = time.monotonic() + _ONCE_SETTLES * settle_s
+            continue
+        problem = waiting_for()
+        if problem is None:
+            return
+        if time.monotonic() > until_s:
+            raise NotFoundError(problem, hint="run the command again when it is complete, or remove it")
+        time.sleep(_POLL_S)
+
+
+def _print_publication(out: Output, publication: Publication) -> None:
+    manifest = publication.wait()
+    if out.is_json:
+        out.json_line(
+            {
+                "version": manifest.version,
+                "step": manifest.step,
+                "kind": manifest.kind,
+                "changed": manifest.changed,
+                "bytes": manifest.nbytes,
+                "digest": manifest.digest.hex,
+            }
+        )
+        return
+    changed = "all weights"
+    if manifest.changed is not None:
+        share = share_text(manifest.changed, manifest.elements)
+        changed = f"{number_text(manifest.changed)} elements changed ({share})"
+    out.line(f"version {manifest.version}, step {manifest.step}: {changed}, {size_text(manifest.nbytes)}", indent="  ")
+    sys.stdout.flush()

@@ -1,0 +1,242 @@
+"""Export a feed as folders of deltas, one for each version."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, get_args
+
+import numpy as np
+
+from deltasync import arguments
+from deltasync.checkpoint import require_space, write_checkpoint
+from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
+from deltasync.feed.fetch import fetch_payloads
+from deltasync.feed.log import Log, manifest_key
+from deltasync.feed.plan import Edge
+from deltasync.feed.replay import decode_edge, find_files, load, require_digest
+from deltasync.files import make_folder, release_folder, sync_file, sync_folder, temporary_folder_beside
+from deltasync.format.digest import StateDigest
+from deltasync.format.manifest import Manifest
+from deltasync.format.sealed import canonical_json, parse_object
+from deltasync.format.weights import Bits, Weights, tensor_parts
+from deltasync.interop.folder import (
+    ChecksumFormat,
+    Encoding,
+    TensorDelta,
+    folder_name,
+    layout_deltas,
+    list_folders,
+    write_files,
+)
+from deltasync.store import Feed, opened
+
+MARK = "deltasync-export.json"
+"""The file in each folder with the version and the state digest of the feed. It marks the folder as ours."""
+
+_MARK_BYTES_MAX = 4096
+_Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """One folder that was written. `base_version` is None for a checkpoint with all weights."""
+
+    path: Path
+    version: int
+    base_version: int | None
+    nbytes: int
+
+
+class Exporter:
+    """Writes the versions of a feed to `folders`, in order: first a checkpoint, then a delta for each version.
+
+        with Exporter("s3://bucket/run-42", "shared/weights") as exporter:
+            while (exported := exporter.advance()) is not None:
+                print(exported.path)
+
+    A folder appears whole or not at all, after its weights were proved by their digest. The folder of version n is
+    `weight_v` and n with six digits. A process that starts later continues after the last folder: older ones may be
+    removed at any time. The weights are kept in memory.
+
+    `start`: the version of the first folder in place of the oldest one that the feed keeps.
+    `base` is a local copy of the checkpoint that the feed began with, if the one that it names is not available.
+    `trust_code`: also write files beside the weights that can run code when they are loaded.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        folders: _Path,
+        *,
+        encoding: Encoding = "xor",
+        checksum_format: ChecksumFormat = "adler32",
+        start: int | None = None,
+        base: _Path | None = None,
+        trust_code: bool = False,
+    ) -> None:
+        arguments.one_of("encoding", encoding, get_args(Encoding))
+        arguments.one_of("checksum_format", checksum_format, get_args(ChecksumFormat))
+        self._root = arguments.local_path("folders", folders)
+        self._start = arguments.optional_version(start)
+        self._encoding = encoding
+        self._checksum_format = checksum_format
+        self._base = arguments.optional_path("base", base)
+        self._trust_code = trust_code
+        self._feed = feed
+        self._log: Log | None = None
+        self._resources = ExitStack()
+        self._held: tuple[Manifest, Weights] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the feed."""
+        self._resources.close()
+
+    def advance(self) -> Exported | None:
+        """Write the folder of the next version; None if there is no further version."""
+        if self._log is None:
+            self._log = Log(self._resources.enter_context(opened(self._feed)))
+        log = self._log
+        if self._held is None:
+            self._held = self._resumed(log)
+        if self._held is None:
+            target = self._first(log)
+            weights = load(log, target, base=self._base)
+            exported = self._write_checkpoint(log, target, weights)
+            self._held = target, weights
+            return exported
+        held, weights = self._held
+        try:
+            target = log.read(held.version + 1)
+        except NotFoundError:
+            return None
+        if (floor := log.floor()) > target.version:
+            target = log.read(floor)
+        if target.kind == "delta" and target.parent == held.version:
+            # After an error these weights may be of no version: they are loaded again.
+            self._held = None
+            try:
+                deltas = self._applied(log, target, weights)
+            except (CorruptError, FormatError, NotFoundError):
+                return self._write_difference(log, held, target)
+            exported = self._write_delta(held, target, deltas)
+            self._held = target, weights
+            return exported
+        return self._write_difference(log, held, target)
+
+    def _first(self, log: Log) -> Manifest:
+        """The version to start with: the oldest that is kept, so that no later one is left out, unless one is given."""
+        head = log.require_head()
+        return log.read(min(log.floor(), head.version) if self._start is None else self._start)
+
+    def _applied(self, log: Log, target: Manifest, weights: Weights) -> list[TensorDelta]:
+        """Overwrite the weights with a version, prove them, and return what changed."""
+        edge, layout = Edge(manifest_key(target), target), weights.layout
+        found: dict[int, list[tuple[np.ndarray, Bits]]] = {}
+        for _, blocks in decode_edge(edge, fetch_payloads(log.store, [target]), weights):
+            for changes in blocks:
+                for ordinal, indices, values in tensor_parts(layout, changes):
+                    found.setdefault(ordinal, []).append((indices, values))
+        deltas = []
+        for ordinal, parts in sorted(found.items()):
+            indices, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            array = weights.arrays[ordinal]
+            deltas.append(TensorDelta(layout.tensors[ordinal], indices, array[indices], array))
+            array[indices] = values
+        require_digest(edge, weights)
+        return deltas
+
+    def _write_difference(self, log: Log, held: Manifest, target: Manifest) -> Exported:
+        """The folder of a version whose own delta cannot be used: its weights are compared with those before."""
+        new = load(log, target, base=self._base)
+        old = self._held[1] if self._held is not None else load(log, held, base=self._base)
+        if old.layout != new.layout:
+            exported = self._write_checkpoint(log, target, new)
+        else:
+            exported = self._write_delta(held, target, layout_deltas(new.layout, old, new))
+        self._held = target, new
+        return exported
+
+    def _write_checkpoint(self, log: Log, target: Manifest, weights: Weights) -> Exported:
+        path = self._root / folder_name(target.version)
+        make_folder(self._root)
+        beside = {**find_files(log, target, trust_code=self._trust_code), MARK: _mark(target)}
+
+        def fill(empty: Weights) -> None:
+            for source, array in zip(weights.arrays, empty.arrays, strict=True):
+                array[:] = source
+
+        write_checkpoint(weights.layout, beside, path, fill)
+        return Exported(path, target.version, None, weights.layout.nbytes)
+
+    def _write_delta(
+        self, held: Manifest, target: Manifest, deltas: list[TensorDelta] | Iterator[TensorDelta]
+    ) -> Exported:
+        path = self._root / folder_name(target.version)
+        require_space(path, target.nbytes)
+        if path.exists():
+            raise InvalidInputError(f"{path} exists already", hint="choose an empty folder to export to")
+        with temporary_folder_beside(path) as temporary:
+            nbytes = write_files(
+                temporary,
+                deltas,
+                version=target.version,
+                base_version=held.version,
+                encoding=self._encoding,
+                checksum_format=self._checksum_format,
+            )
+            (temporary / MARK).write_bytes(_mark(target))
+            sync_file(temporary / MARK)
+            release_folder(temporary)
+            sync_folder(temporary)
+            os.replace(temporary, path)
+        sync_folder(self._root)
+        return Exported(path, target.version, held.version, nbytes)
+
+    def _resumed(self, log: Log) -> tuple[Manifest, Weights] | None:
+        """The version of the last folder that is there, and its weights; None if there is no folder."""
+        folders = list_folders(self._root) if self._root.exists() else {}
+        if not folders:
+            return None
+        version = max(folders)
+        path = folders[version]
+        digest = _marked_digest(path, version)
+        try:
+            manifest = log.read(version)
+        except NotFoundError as error:
+            raise MismatchError(f"{path} is not of this feed: {error.message}", rule="export.feed") from error
+        if manifest.digest != digest:
+            raise MismatchError(
+                f"{path} has the digest {digest}, version {version} of the feed has {manifest.digest}",
+                rule="export.feed",
+                version=version,
+                hint="it was exported from another feed: choose an empty folder",
+            )
+        return manifest, load(log, manifest, base=self._base)
+
+
+def _mark(manifest: Manifest) -> bytes:
+    return canonical_json({"digest": manifest.digest.hex, "version": manifest.version})
+
+
+def _marked_digest(path: Path, version: int) -> StateDigest:
+    hint = "choose an empty folder to export to"
+    try:
+        with (path / MARK).open("rb") as file:
+            fields = parse_object(file.read(_MARK_BYTES_MAX), what=str(path / MARK), scope="export")
+    except FileNotFoundError as error:
+        raise InvalidInputError(f"{path} was not written by `deltasync export`", hint=hint) from error
+    digest = fields.get("digest")
+    if fields.get("version") != version or not isinstance(digest, str):
+        raise CorruptError(f"{path / MARK} is not the mark of version {version}", rule="export.mark", hint=hint)
+    return StateDigest.from_hex(digest)

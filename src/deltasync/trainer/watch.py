@@ -1,0 +1,229 @@
+"""Publish checkpoints as they appear: find the folders that are complete, in order, and commit each as a version."""
+
+import glob
+import logging
+import re
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from deltasync import arguments
+from deltasync.checkpoint import companion_files, open_checkpoint
+from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
+from deltasync.feed.log import Log
+from deltasync.feed.prune import plan_prune, prune
+from deltasync.format.manifest import Manifest
+from deltasync.store import Feed, opened
+from deltasync.store.protocol import Store
+from deltasync.trainer.events import Publication
+from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+
+logger = logging.getLogger(__name__)
+
+NUMBER = "checkpoint_number"
+"""The key in a manifest's `extra` with the number in the name of the folder that was published."""
+
+SETTLE_S = 2.0
+"""How long the files of a folder must stay as they are before it counts as complete."""
+
+ABANDONED_S = 120.0
+"""A folder that is not complete, has not changed for this long and has a complete one after it, is left out."""
+
+_STARTED, _FINISHED = ".started", ".finished"
+"""Markers that some trainers create before and after they write: a folder with the first one needs the second one."""
+
+_Signature = tuple[tuple[str, int, int], ...]
+
+
+class Settling:
+    """Says how long the files of folders have been as they are: their names, sizes and times."""
+
+    def __init__(self, settle_s: float = SETTLE_S, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settle_s = arguments.seconds("settle_s", settle_s)
+        self._clock = clock
+        self._seen: dict[Path, tuple[_Signature, float]] = {}
+
+    def is_settled(self, path: Path) -> bool:
+        """Whether nothing has changed for long enough. It has to be asked at least twice."""
+        return self.unchanged_s(path) >= self._settle_s
+
+    def unchanged_s(self, path: Path) -> float:
+        """For how many seconds nothing has changed, counted from the first call at most."""
+        now_s, signature = self._clock(), _signature(path)
+        seen = self._seen.get(path)
+        if seen is None or seen[0] != signature:
+            seen = self._seen[path] = signature, now_s
+        return now_s - seen[1]
+
+
+def _signature(path: Path) -> _Signature:
+    found = []
+    for file in sorted(path.iterdir()):
+        try:
+            status = file.stat()
+        except FileNotFoundError:
+            continue
+        found.append((file.name, status.st_size, status.st_mtime_ns))
+    return tuple(found)
+
+
+class CheckpointWatch:
+    """Publishes the checkpoint folders that match a pattern, in the order of the numbers in their names.
+
+        with CheckpointWatch("run/weights/step_*", "s3://bucket/run-42") as watch:
+            while True:
+                if watch.advance() is None:
+                    time.sleep(1)
+
+    The number is what a `*` of the pattern stands for; other folders are ignored. It becomes the step of the version,
+    and the feed remembers it, so that another process continues after it. `after` is needed for a feed that was
+    published to in other ways: only folders with a larger number are published.
+
+    A folder is complete once all weights that its index or headers name are there in full, its files have not changed
+    for `settle_s`, and it has the file `marker`, if one is given. A folder with a file `.started` also needs
+    `.finished`. One that stays incomplete is left out, with a warning, once a later one is complete.
+
+    `keep_anchors` and `keep_versions` prune the feed after each version, as `deltasync prune` does. The folders stay.
+    """
+
+    def __init__(
+        self,
+        pattern: str,
+        feed: Feed,
+        *,
+        after: int | None = None,
+        marker: str | None = None,
+        settle_s: float = SETTLE_S,
+        keep_anchors: int | None = None,
+        keep_versions: int | None = None,
+        trust_code: bool = False,
+        options: PublisherOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not isinstance(pattern, str) or "*" not in pattern:
+            what = arguments.described(pattern)
+            raise InvalidInputError(f"the pattern must have a * for the number, not {what}", hint="run/weights/step_*")
+        if (keep_anchors is None) != (keep_versions is None):
+            raise InvalidInputError("keep_anchors and keep_versions belong together", hint="pass both, or none")
+        if marker is not None and Path(marker).name != marker:
+            raise InvalidInputError(f"the marker must be the name of a file, not {marker!r:.80}")
+        parts = pattern.split("*")
+        self._pattern = pattern
+        self._glob = "*".join(map(glob.escape, parts))
+        self._match = re.compile("([^/]*)".join(map(re.escape, parts)))
+        self._feed = feed
+        self._after = None if after is None else arguments.whole_number("after", after)
+        self._marker = marker
+        self._keep = None if keep_anchors is None or keep_versions is None else (keep_anchors, keep_versions)
+        self._trust_code = trust_code
+        self._options = PublisherOptions() if options is None else options
+        self._settling = Settling(settle_s, clock=clock)
+        self._skipped: set[Path] = set()
+        self._opened: tuple[Store, FeedPublisher] | None = None
+        self._resources = ExitStack()
+        self.waiting_for: str | None = None
+        """Why `advance` returned None although there is another folder: it is not complete."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Finish what is in flight, and release the feed."""
+        self._resources.close()
+
+    def folders(self) -> dict[int, Path]:
+        """The folders that match, by their numbers, ascending. InvalidInputError if two have the same number."""
+        found: dict[int, Path] = {}
+        for name in sorted(glob.glob(self._glob)):
+            match = self._match.fullmatch(name)
+            numbers = [] if match is None else [g for g in match.groups() if g.isascii() and g.isdecimal()]
+            path = Path(name)
+            if not numbers or len(numbers[-1]) > 18 or not path.is_dir():
+                continue
+            number = int(numbers[-1])
+            if number in found:
+                raise InvalidInputError(f"{found[number]} and {path} have the same number", hint="rename one of them")
+            found[number] = path
+        return dict(sorted(found.items()))
+
+    def advance(self) -> Publication | None:
+        """Publish the next folder and wait for its commit. None if there is none, or if it is not complete yet.
+
+        MismatchError if its tensors are not those of the feed. The feed is as it was then.
+        """
+        self.waiting_for = None
+        store, publisher = self._open()
+        last = self._last(publisher.head)
+        following = {n: p for n, p in self.folders().items() if (last is None or n > last) and p not in self._skipped}
+        for number, path in following.items():
+            problem = self._problem(path)
+            if problem is None:
+                return self._publish(store, publisher, number, path)
+            later = [other for n, other in following.items() if n > number]
+            if not any(self._problem(other) is None for other in later):
+                self.waiting_for = problem
+                return None
+            if self._settling.unchanged_s(path) < ABANDONED_S:
+                self.waiting_for = problem
+                return None
+            logger.warning("%s; it is left out, because a later folder is complete", problem)
+            self._skipped.add(path)
+        return None
+
+    def _problem(self, path: Path) -> str | None:
+        """Why a folder is not complete; None if it is."""
+        try:
+            names = {file.name for file in path.iterdir()}
+            is_settled = self._settling.is_settled(path)
+            for marker in (self._marker, _FINISHED if _STARTED in names else None):
+                if marker is not None and marker not in names:
+                    return f"{path} has no {marker} yet"
+            open_checkpoint(path)
+        except (NotFoundError, CorruptError, FormatError, FileNotFoundError) as error:
+            return f"{path} is not complete: {error}"
+        return None if is_settled else f"the files in {path} have changed within the last seconds"
+
+    def _publish(self, store: Store, publisher: FeedPublisher, number: int, path: Path) -> Publication:
+        checkpoint = open_checkpoint(path)
+        publisher.files, publisher.needs_files = companion_files(checkpoint, trust_code=self._trust_code), True
+        try:
+            publication = publisher.publish(checkpoint.weights, step=number, extra={NUMBER: str(number)})
+        except InvalidInputError as error:
+            raise MismatchError(f"{path}: {error.message}", rule="watch.layout", hint=error.hint) from error
+        publication.wait()
+        if self._keep is not None:
+            keep_anchors, keep_versions = self._keep
+            prune(store, plan_prune(store, keep_anchors=keep_anchors, keep_versions=keep_versions))
+        return publication
+
+    def _open(self) -> tuple[Store, FeedPublisher]:
+        if self._opened is None:
+            store = self._resources.enter_context(opened(self._feed))
+            self._last(Log(store).head())
+            publisher = FeedPublisher(store, self._options)
+            self._resources.callback(publisher.close)
+            publisher.open()
+            self._opened = store, publisher
+        return self._opened
+
+    def _last(self, head: Manifest | None) -> int | None:
+        """The number of the folder that was published last."""
+        if head is None:
+            return self._after
+        text = head.extra.get(NUMBER, "")
+        if text.isdecimal():
+            return int(text)
+        if self._after is None:
+            raise InvalidInputError(
+                f"version {head.version} of the feed was not published from a folder of {self._pattern}",
+                hint="pass --after N to publish only folders with a larger number, or choose a new feed",
+            )
+        return self._after

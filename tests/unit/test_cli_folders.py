@@ -1,0 +1,103 @@
+"""The commands import, export and publish --watch."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.helpers import changed, state, write_sharded
+
+import deltasync
+from deltasync.cli import main as cli
+
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with checkpoints step_0 to step_2 and `feed`, which has them."""
+    monkeypatch.chdir(tmp_path)
+    for i in range(3):
+        write_sharded(tmp_path / f"step_{i}", changed(state(), seed=i))
+        deltasync.publish("feed", f"step_{i}")
+    return tmp_path
+
+
+def lines(capsys: Out) -> list[dict[str, object]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_feed_goes_through_folders_and_back(place: Path, capsys: Out) -> None:
+    assert cli.main(["export", "feed", "folders", "--format", "overwrite", "--checksum", "blake3", "--json"]) == 0
+    exported = lines(capsys)
+    assert [(e["path"], e["version"], e["base_version"]) for e in exported] == [
+        ("folders/weight_v000000", 0, None),
+        ("folders/weight_v000001", 1, 0),
+        ("folders/weight_v000002", 2, 1),
+    ]
+    assert cli.main(["import", "folders", "copy", "--base", "folders/weight_v000000", "--json"]) == 0
+    imported = lines(capsys)
+    assert [(e["version"], e["step"], e["kind"]) for e in imported] == [
+        (0, 0, "anchor"),
+        (1, 1, "delta"),
+        (2, 2, "delta"),
+    ]
+    assert imported[2]["digest"] == deltasync.digest("step_2").hex
+    assert cli.main(["export", "feed", "folders"]) == 0
+    assert cli.main(["import", "folders", "copy"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_text_names_the_folder_and_the_version(place: Path, capsys: Out) -> None:
+    assert cli.main(["export", "feed", "folders", "--from", "1"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("folders/weight_v000001: all weights, ")
+    assert second.startswith("folders/weight_v000002: the change to version 1, ")
+    assert cli.main(["publish", "watched", "--watch", "step_*", "--once", "--settle-s", "0.1"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("version 0, step 0: all weights, ")
+    assert out[2].startswith("version 2, step 2: ")
+    assert "elements changed" in out[2]
+
+
+def test_errors_have_their_exit_codes(place: Path, capsys: Out) -> None:
+    assert cli.main(["export", "feed", "folders"]) == 0
+    (place / "folders" / "weight_v000003").mkdir()
+    assert cli.main(["import", "folders", "copy", "--base", "step_0"]) == 1
+    assert "weight_v000003 is not complete" in capsys.readouterr().err
+    assert cli.main(["import", "folders", "other", "--base", "step_1"]) == 3
+    assert "nothing was published" in capsys.readouterr().err
+    assert cli.main(["import", "nowhere", "copy"]) == 1
+    assert cli.main(["publish", "feed", "step_0", "--once"]) == 1
+    assert "--once has no effect without --watch" in capsys.readouterr().err
+    assert cli.main(["publish", "feed", "--watch", "step_*", "--anchor"]) == 1
+    assert "--anchor has no meaning with --watch" in capsys.readouterr().err
+    (place / "step_2" / "model-00001-of-00002.safetensors").unlink()
+    assert cli.main(["publish", "new", "--watch", "step_*", "--once", "--settle-s", "0.1"]) == 1
+    assert "step_2 is not complete" in capsys.readouterr().err
+
+
+def test_a_watch_goes_on_until_a_signal(place: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "deltasync",
+        "publish",
+        "watched",
+        "--watch",
+        "step_*",
+        "--settle-s",
+        "0.1",
+        "--json",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [json.loads(process.stdout.readline())["step"] for _ in range(3)] == [0, 1, 2]
+        write_sharded(place / "step_10", changed(state(), seed=9))
+        assert json.loads(process.stdout.readline())["step"] == 10
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    deltasync.restore("watched", "out")
+    assert deltasync.digest("out") == deltasync.digest("step_10")

@@ -16,11 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.feeds import Feed
 from support.replicas import LONG_S, TorchTarget, follower, wait_until
 
+from deltasync import listener
 from deltasync.errors import InvalidInputError
-from deltasync.replica import metrics
+from deltasync.listener import parse_address
 from deltasync.replica.events import Counts, Seconds, Status
 from deltasync.replica.hook import HookStatus
-from deltasync.replica.metrics import FollowerCollector, exposition, listening, no_version, parse_address, register
+from deltasync.replica.metrics import FollowerCollector, exposition, listening, no_version, register
 
 Samples = dict[tuple[str, str], float]
 
@@ -209,27 +210,27 @@ def test_an_address_that_others_can_reach_with_a_token() -> None:
 
 def test_slow_connections_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """They send nothing, or a byte at a time, and need no token for that."""
-    monkeypatch.setattr(metrics, "_CONNECTION_S", 10 * LONG_S)
-    monkeypatch.setattr(metrics._Handler, "timeout", 10 * LONG_S)
+    monkeypatch.setattr(listener, "_CONNECTION_S", 10 * LONG_S)
+    monkeypatch.setattr(listener._Handler, "timeout", 10 * LONG_S)
     with ExitStack() as held:
         url = held.enter_context(listening(lambda: LISTENED, "127.0.0.1", 0, token="t"))
         address = url.removeprefix("http://")
         host, _, port = address.partition(":")
         before = threading.active_count()
         slow = []
-        for number in range(4 * metrics._CONNECTIONS_MAX):
+        for number in range(4 * listener._CONNECTIONS_MAX):
             slow.append(held.enter_context(socket.create_connection((host, int(port)), timeout=LONG_S)))
             if number % 2:
                 slow[-1].send(b"G")
             if number % 16 == 0:
                 assert ask(address, "GET", "/status", "t")[0] == 200
         assert ask(address, "GET", "/status", "t")[0] == 200
-        wait_until(lambda: threading.active_count() <= before + metrics._CONNECTIONS_MAX)
+        wait_until(lambda: threading.active_count() <= before + listener._CONNECTIONS_MAX)
         assert slow[0].recv(1) == b"", "the oldest ones are closed"
 
 
 def test_a_connection_is_closed_in_time_however_busy_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_CONNECTION_S", 0.5)
+    monkeypatch.setattr(listener, "_CONNECTION_S", 0.5)
     with listening(lambda: LISTENED, "127.0.0.1", 0) as url:
         host, _, port = url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=LONG_S) as slow:

@@ -119,7 +119,7 @@ def _add_threads(parser: Parser) -> None:
 
 
 def _address(text: str) -> tuple[str, int]:
-    from deltasync.replica.metrics import parse_address
+    from deltasync.listener import parse_address
 
     try:
         return parse_address(text)

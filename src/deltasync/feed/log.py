@@ -185,8 +185,25 @@ class Log:
         no heartbeat of its key is passed over with a warning, because nothing may depend on such a small object.
         """
         items = [item for item in self.store.list(keys.REPLICAS) if keys.parse_replica_key(item.key) is not None]
-        beats = each(self._heartbeat, items, waiting=READ_THREADS)
+        beats = each(self.heartbeat, items, waiting=READ_THREADS)
         return [beat for beat in beats if beat is not None]
+
+    def heartbeat(self, item: ObjectInfo) -> Heartbeat | None:
+        """The heartbeat under a key of the listing, as `heartbeats` returns it; None if it is gone or unusable."""
+
+        def parse(data: bytes) -> Heartbeat:
+            beat = Heartbeat.from_bytes(data)
+            if keys.replica_key(beat.replica) != item.key:
+                raise CorruptError(f"it is the heartbeat of {beat.replica!r:.140}", rule="heartbeat.key")
+            return replace(beat, unix_s=int(item.modified_unix_s))
+
+        try:
+            return self._record(item.key, parse)
+        except (CorruptError, FormatError, InvalidInputError) as error:
+            if item.key not in self._reported:
+                self._reported.add(item.key)
+                logger.warning("ignoring the heartbeat %s: %s", item.key, error)
+            return None
 
     def compare(self, heartbeats: Sequence[Heartbeat]) -> list[bool | None]:
         """Whether each replica has the bits of the version that it serves; None if that is not known.
@@ -238,21 +255,6 @@ class Log:
         except NotFoundError:
             return False
         return True
-
-    def _heartbeat(self, item: ObjectInfo) -> Heartbeat | None:
-        def parse(data: bytes) -> Heartbeat:
-            beat = Heartbeat.from_bytes(data)
-            if keys.replica_key(beat.replica) != item.key:
-                raise CorruptError(f"it is the heartbeat of {beat.replica!r:.140}", rule="heartbeat.key")
-            return replace(beat, unix_s=int(item.modified_unix_s))
-
-        try:
-            return self._record(item.key, parse)
-        except (CorruptError, FormatError, InvalidInputError) as error:
-            if item.key not in self._reported:
-                self._reported.add(item.key)
-                logger.warning("ignoring the heartbeat %s: %s", item.key, error)
-            return None
 
     def _record(self, key: str, parse: Callable[[bytes], _T]) -> _T | None:
         try:

@@ -1,28 +1,19 @@
 """A follower over HTTP: its health, whether it is ready, its status, and metrics for Prometheus (extra `metrics`)."""
 
-import hmac
-import ipaddress
-import json
-import logging
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
+from deltasync import listener
 from deltasync.errors import InvalidInputError
+from deltasync.listener import Request, Response
 from deltasync.replica.events import Status
 from deltasync.replica.hook import HookStatus
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
-
-logger = logging.getLogger(__name__)
 
 _COUNTERS = {
     "moves": ("moves", "Times that the target became another version."),
@@ -117,30 +108,31 @@ def listening(
     to the status. With a token, `/status` without it is 401; the others, which probes and scrapers read, need none.
     InvalidInputError without a token if other hosts could reach the address.
     """
-    try:
-        # Resolved once, so that the address that is checked is the one that is bound.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        address = str(socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0][4][0])
-        if token is None and not ipaddress.ip_address(address).is_loopback:
-            raise InvalidInputError(
-                f"other hosts can reach {host}, and there is no token to keep them out",
-                hint="set DELTASYNC_TOKEN, or listen on 127.0.0.1",
-            )
-        if why_not_ready is None:
-            why_not_ready = partial(no_version, status)
-        server = _Server((address, port), status, token, metrics, why_not_ready, details)
-    except OSError as error:
-        raise InvalidInputError(
-            f"cannot listen on {host} port {port}: {error.strerror}", hint="choose another address"
-        ) from error
-    thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="deltasync-listen", daemon=True)
-    thread.start()
-    try:
-        yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    not_ready = partial(no_version, status) if why_not_ready is None else why_not_ready
+
+    def respond(request: Request) -> Response:
+        asked = (request.method, request.path)
+        if asked == ("GET", "/healthz"):
+            return Response.json(200, {"healthy": True})
+        if asked == ("GET", "/readyz"):
+            # Without the reason, which may name the store: anyone may ask.
+            is_ready = not_ready() is None
+            return Response.json(200 if is_ready else 503, {"ready": is_ready, "version": status().version})
+        if asked == ("GET", "/metrics") and metrics is not None:
+            from prometheus_client import CONTENT_TYPE_LATEST
+
+            return Response(200, CONTENT_TYPE_LATEST, metrics())
+        if not request.is_allowed(token):
+            return Response.unauthorized()
+        if asked == ("GET", "/status"):
+            return Response.json(200, {**asdict(status()), "not_ready": not_ready(), **details()})
+        hint = "GET /healthz, /readyz, /status or /metrics"
+        if asked == ("GET", "/metrics"):
+            hint = "pip install 'deltasync[metrics]'"
+        return Response.json(404, {"error": {"kind": "not_found", "hint": hint}})
+
+    with listener.listening(respond, host, port, has_token=token is not None) as url:
+        yield url
 
 
 def no_version(status: Callable[[], Status], *, ready_s: float | None = None) -> str | None:
@@ -152,125 +144,3 @@ def no_version(status: Callable[[], Status], *, ready_s: float | None = None) ->
         since = "" if now.stale_s is None else f" for {now.stale_s:.0f} s"
         return f"version {now.version} was not known to be the newest{since}" + (f": {now.error}" if now.error else "")
     return None
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT, with an IPv6 address in brackets. ValueError for anything else."""
-    parts = urlsplit(f"//{text}")
-    if parts.hostname is None or parts.port is None or parts.netloc != text or parts.username is not None:
-        raise ValueError(f"{text!r} is not HOST:PORT")
-    return parts.hostname, parts.port
-
-
-_CONNECTIONS_MAX = 32
-_CONNECTION_S = 10.0
-"""Seconds after which a connection is closed, whether its request was answered or not."""
-
-
-class _Server(ThreadingHTTPServer):
-    """Answers each connection in a thread of its own. Of too many connections, the oldest one is closed.
-
-    A slow or idle client, which needs no token to connect, thus keeps no other one from an answer for long.
-    """
-
-    daemon_threads = True
-    request_queue_size = _CONNECTIONS_MAX
-
-    def __init__(
-        self,
-        address: tuple[str, int],
-        status: Callable[[], Status],
-        token: str | None,
-        metrics: Callable[[], bytes] | None,
-        why_not_ready: Callable[[], str | None],
-        details: Callable[[], Mapping[str, Any]],
-    ) -> None:
-        self.status = status
-        self.token = token
-        self.metrics = metrics
-        self.why_not_ready = why_not_ready
-        self.details = details
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._connections: dict[socket.socket, float] = {}
-        """When each connection was accepted, oldest first."""
-        self._lock = threading.Lock()
-        super().__init__(address, _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._connections[request] = time.monotonic()
-            while len(self._connections) > _CONNECTIONS_MAX:
-                self._drop_oldest()
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._connections.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Called between two polls for new connections."""
-        with self._lock:
-            while self._connections and time.monotonic() - next(iter(self._connections.values())) > _CONNECTION_S:
-                self._drop_oldest()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.debug("a connection from %s failed", client_address, exc_info=True)
-
-    def _drop_oldest(self) -> None:
-        request = next(iter(self._connections))
-        del self._connections[request]
-        # Its thread reads the end of the stream, and closes it.
-        with suppress(OSError):
-            request.shutdown(socket.SHUT_RDWR)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = _CONNECTION_S
-
-    def do_GET(self) -> None:
-        server, request = cast(_Server, self.server), (self.command, urlsplit(self.path).path)
-        if request == ("GET", "/healthz"):
-            self._send_json(200, {"healthy": True})
-        elif request == ("GET", "/readyz"):
-            # Without the reason, which may name the store: anyone may ask.
-            is_ready = server.why_not_ready() is None
-            self._send_json(200 if is_ready else 503, {"ready": is_ready, "version": server.status().version})
-        elif request == ("GET", "/metrics") and server.metrics is not None:
-            from prometheus_client import CONTENT_TYPE_LATEST
-
-            self._send(200, CONTENT_TYPE_LATEST, server.metrics())
-        elif not self._is_allowed(server.token):
-            self._send_json(401, {"error": {"kind": "unauthorized"}})
-        elif request == ("GET", "/status"):
-            not_ready = {"not_ready": server.why_not_ready()}
-            self._send_json(200, {**asdict(server.status()), **not_ready, **server.details()})
-        elif request == ("GET", "/metrics"):
-            self._send_json(404, {"error": {"kind": "not_found", "hint": "pip install 'deltasync[metrics]'"}})
-        else:
-            hint = "GET /healthz, /readyz, /status or /metrics"
-            self._send_json(404, {"error": {"kind": "not_found", "hint": hint}})
-
-    do_POST = do_GET  # noqa: N815 - answered with 401 or 404
-
-    def _is_allowed(self, token: str | None) -> bool:
-        given = self.headers.get("Authorization", "")
-        return token is None or hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
-
-    def _send_json(self, code: int, value: dict[str, Any]) -> None:
-        self._send(code, "application/json", json.dumps(value).encode())
-
-    def _send(self, code: int, content_type: str, content: bytes) -> None:
-        self.send_response(code)
-        if code == 401:
-            self.send_header("WWW-Authenticate", "Bearer")
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def version_string(self) -> str:
-        return "deltasync"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        logger.debug(format, *args)

@@ -1,0 +1,420 @@
+"""The state of a feed, read again and again with few requests: what the page, the report and the terminal show.
+
+The newest versions are read in detail. Of the older ones only every n-th is, n a power of two, so that what is read and
+kept stays bounded for a feed of any length. Nothing is written, and no payload is fetched except the index of one.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
+from deltasync.feed.log import READ_THREADS, Log, require_follows
+from deltasync.format import keys
+from deltasync.format.manifest import Manifest
+from deltasync.format.sealed import Heartbeat
+from deltasync.parallel import each
+from deltasync.replica.fleet import ReplicaState, replica_state, worst_first
+from deltasync.store.protocol import ObjectInfo, Store
+from deltasync.ui.index import open_index
+
+DETAIL = 512
+"""The newest versions, of which every manifest is read."""
+
+SAMPLES = 256
+"""At most so many of the older versions are read."""
+
+REPLICAS_MAX = 500
+"""Replicas whose heartbeats are read: those that wrote last. Each start without a name of its own leaves one more."""
+
+ANCHORS_MAX = 256
+LISTED_MAX = 200_000
+"""Keys that are read of one listing."""
+
+STEPS_MAX = 64
+"""New versions that are read one after another. For more, the feed is read as at the start."""
+
+LISTING_S = 30.0
+"""How often payloads, anchors and skips are listed: a long feed has many keys."""
+
+_SAME_SECOND_S = 5.0
+"""A heartbeat this recent is read again: two of them may have one time in a listing."""
+
+
+_TRIES = 3
+"""Payloads that are tried for the size of all weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Something in the feed that cannot be read, is missing, or does not fit."""
+
+    key: str
+    version: int | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A replica, and how many seconds passed in training from the version that it serves to the newest one."""
+
+    state: ReplicaState
+    lag_s: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.state.to_json(), "lag_s": self.lag_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """A feed at one moment. `versions` ascend; all those from `detail_from` on, every `stride`-th before."""
+
+    url: str
+    read_unix_s: float
+    feed: str | None
+    created_unix_s: int | None
+    floor: int
+    detail_from: int
+    stride: int
+    versions: tuple[Manifest, ...]
+    anchors: tuple[tuple[int, int | None], ...]
+    """Versions that an anchor was added to, with its bytes where they were read."""
+    skips: tuple[tuple[int, int], ...]
+    full_bytes: int | None
+    """All weights, as the index of a payload gives them."""
+    stored_bytes: int
+    stored_payloads: int
+    is_listing_cut: bool
+    """Whether there are more payloads than are counted."""
+    replicas: tuple[Replica, ...]
+    older_replicas: int
+    """Replicas whose heartbeats were not read."""
+    damages: tuple[Damage, ...]
+
+    @property
+    def head(self) -> Manifest | None:
+        """The newest version that could be read."""
+        return self.versions[-1] if self.versions else None
+
+    @property
+    def interval_s(self) -> float | None:
+        """The median time between two versions, of the newest 50."""
+        times = [m.created_unix_s for m in self.versions[-51:] if m.version >= self.detail_from]
+        gaps = [after - before for before, after in pairwise(times)]
+        return None if not gaps else float(statistics.median(gaps))
+
+    @property
+    def versions_per_minute(self) -> float | None:
+        """Over the newest 50 versions."""
+        recent = [m for m in self.versions[-51:] if m.version >= self.detail_from]
+        if len(recent) < 2:
+            return None
+        span_s = recent[-1].created_unix_s - recent[0].created_unix_s
+        return None if span_s <= 0 else 60 * (recent[-1].version - recent[0].version) / span_s
+
+    @property
+    def delta_bytes(self) -> float | None:
+        """The mean size of the newest deltas; None if there are none."""
+        sizes = [m.nbytes for m in self.versions if m.kind == "delta" and m.version >= self.detail_from]
+        return None if not sizes else sum(sizes) / len(sizes)
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the newest commit, by the trainer's clock."""
+        return None if self.head is None else max(0.0, self.read_unix_s - self.head.created_unix_s)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "url": self.url,
+            "read_unix_s": round(self.read_unix_s, 3),
+            "feed": self.feed,
+            "created_unix_s": self.created_unix_s,
+            "head": None if self.head is None else self.head.version,
+            "floor": self.floor,
+            "detail_from": self.detail_from,
+            "stride": self.stride,
+            "interval_s": self.interval_s,
+            "versions_per_minute": self.versions_per_minute,
+            "delta_bytes": self.delta_bytes,
+            "full_bytes": self.full_bytes,
+            "stored_bytes": self.stored_bytes,
+            "stored_payloads": self.stored_payloads,
+            "stored_is_cut": self.is_listing_cut,
+            "versions": [_version_json(m) for m in self.versions],
+            "anchors": [list(pair) for pair in self.anchors],
+            "skips": [list(pair) for pair in self.skips],
+            "replicas": [replica.to_json() for replica in self.replicas],
+            "older_replicas": self.older_replicas,
+            "damages": [asdict(damage) for damage in self.damages],
+        }
+
+
+def _version_json(m: Manifest) -> dict[str, Any]:
+    return {
+        "version": m.version,
+        "kind": m.kind,
+        "step": m.step,
+        "created_unix_s": m.created_unix_s,
+        "bytes": m.nbytes,
+        "changed": m.changed,
+        "elements": m.elements,
+        "digest": m.digest.hex,
+        "writer": m.writer,
+    }
+
+
+def stride_of(head: int) -> int:
+    """Every how many-th version is read of those before the newest `DETAIL`."""
+    older, stride = head + 1 - DETAIL, 1
+    while older > stride * SAMPLES:
+        stride *= 2
+    return stride
+
+
+class Watch:
+    """Reads one feed. Not for several threads at once."""
+
+    def __init__(self, store: Store, *, clock: Callable[[], float] = time.time) -> None:
+        self.log = Log(store)
+        self._clock = clock
+        self._clear()
+
+    def _clear(self) -> None:
+        self._feed: tuple[str, int] | None = None
+        self._manifests: dict[int, Manifest] = {}
+        self._of_replicas: dict[int, Manifest] = {}
+        self._damages: dict[str, Damage] = {}
+        self._misplaced: tuple[Damage, ...] = ()
+        self._beats: dict[ObjectInfo, Heartbeat | None] = {}
+        self._anchors: dict[int, int | None] = {}
+        self._skips: tuple[tuple[int, int], ...] = ()
+        self._full_bytes: dict[str, int] = {}
+        self._stored = (0, 0, False)
+        self._floor = 0
+        self._newest: int | None = None
+        self._listed_s: float | None = None
+
+    def refresh(self) -> Overview:
+        """The feed as it is now. NotFoundError if one that was there is gone; StoreError if the store fails."""
+        now_unix_s = self._clock()
+        self._require_same_feed()
+        if self._newest is None or not self._read_next():
+            self._read_all()
+        if self._newest is not None:
+            self._thin()
+        if self._listed_s is None or abs(now_unix_s - self._listed_s) >= LISTING_S:
+            self._read_listings()
+            self._listed_s = now_unix_s
+        replicas, older = self._replicas(now_unix_s)
+        detail_from = 0 if self._newest is None else max(0, self._newest + 1 - DETAIL)
+        versions = tuple(self._manifests[version] for version in sorted(self._manifests))
+        return Overview(
+            url=self.log.store.url,
+            read_unix_s=now_unix_s,
+            feed=None if self._feed is None else self._feed[0],
+            created_unix_s=None if self._feed is None else self._feed[1],
+            floor=self._floor,
+            detail_from=detail_from,
+            stride=1 if self._newest is None else stride_of(self._newest),
+            versions=versions,
+            anchors=tuple(sorted(self._anchors.items())),
+            skips=self._skips,
+            full_bytes=self._all_bytes(versions),
+            stored_payloads=self._stored[0],
+            stored_bytes=self._stored[1],
+            is_listing_cut=self._stored[2],
+            replicas=replicas,
+            older_replicas=older,
+            damages=(*self._damages.values(), *self._misplaced),
+        )
+
+    def _require_same_feed(self) -> None:
+        """Start again if another feed is in its place. NotFoundError if it is gone: nothing new is not the same."""
+        try:
+            record = self.log.feed()
+        except (CorruptError, FormatError) as error:
+            self._damages[keys.FEED] = Damage(keys.FEED, None, str(error))
+            return
+        self._damages.pop(keys.FEED, None)
+        if record is None:
+            if self._newest is not None:
+                raise NotFoundError(
+                    f"the feed {self.log.store.url} is gone",
+                    key=keys.FEED,
+                    hint="was it moved or deleted, or is its file system not mounted?",
+                )
+            return
+        if self._feed is not None and self._feed[0] != record.feed:
+            self._clear()
+        self._feed = (record.feed, record.created_unix_s)
+
+    def _read_all(self) -> None:
+        """The versions to show, of a feed that was not read before or has many new ones."""
+        try:
+            head = self.log.head()
+            newest = None if head is None else head.version
+        except (CorruptError, FormatError):
+            # The newest manifest is damaged: the ones before it may be read.
+            newest = max(islice(self.log.versions(), LISTED_MAX), default=None)
+        self._newest = newest
+        if newest is not None:
+            detail_from = max(0, newest + 1 - DETAIL)
+            wanted = {*range(0, detail_from, stride_of(newest)), *range(detail_from, newest + 1)}
+            self._read(sorted(wanted.difference(self._manifests)))
+
+    def _read_next(self) -> bool:
+        """The versions since the last time; False if there are too many of them."""
+        if self._newest is None:
+            return False
+        for _ in range(STEPS_MAX):
+            version = self._newest + 1
+            key = keys.version_key(version)
+            try:
+                manifest = self.log.read(version)
+                if (before := self._manifests.get(version - 1)) is not None:
+                    require_follows(before, manifest)
+            except NotFoundError:
+                return True
+            except (CorruptError, FormatError) as error:
+                self._damages[key] = Damage(key, version, str(error))
+            else:
+                self._manifests[version] = manifest
+            self._newest = version
+        return False
+
+    def _read(self, versions: Iterable[int]) -> None:
+        """Read manifests, and check that neighbours fit. What cannot be read is damage."""
+
+        def read(version: int) -> tuple[int, Manifest | DeltasyncError]:
+            try:
+                return version, self.log.read(version)
+            except (NotFoundError, CorruptError, FormatError) as error:
+                return version, error
+
+        for version, found in each(read, versions, waiting=READ_THREADS):
+            key = keys.version_key(version)
+            self._damages.pop(key, None)
+            if isinstance(found, DeltasyncError):
+                self._damages[key] = Damage(key, version, str(found))
+                continue
+            before = self._manifests.get(version - 1)
+            self._manifests[version] = found
+            try:
+                if before is not None:
+                    require_follows(before, found)
+            except CorruptError as error:
+                self._damages[key] = Damage(key, version, str(error))
+
+    def _thin(self) -> None:
+        """Forget older versions that are no longer among every n-th."""
+        newest = self._newest or 0
+        detail_from, stride = newest + 1 - DETAIL, stride_of(newest)
+        self._manifests = {v: m for v, m in self._manifests.items() if v >= detail_from or v % stride == 0}
+
+    def _read_listings(self) -> None:
+        """Anchors, skips and payloads. What a manifest names must be there, unless `prune` has deleted it.
+
+        Payloads are listed after the manifests were read and before the floor, so that neither a commit nor a `prune`
+        at the same time looks like damage.
+        """
+        # What was damaged may have been put back.
+        self._read([d.version for d in islice(list(self._damages.values()), STEPS_MAX) if d.version is not None])
+        log = self.log
+        anchors = list(islice(log.anchors(), LISTED_MAX))[-ANCHORS_MAX:]
+        new = [version for version in anchors if self._anchors.get(version) is None]
+        read = dict(zip(new, each(self._anchor_bytes, new, waiting=READ_THREADS), strict=True))
+        self._anchors = {version: self._anchors.get(version) or read.get(version) for version in anchors}
+        detail_from = 0 if self._newest is None else max(0, self._newest + 1 - DETAIL)
+        self._skips = tuple(islice(log.skips(start=detail_from), 4 * DETAIL))
+        wanted = {
+            ref.sha256: (version, ref.nbytes)
+            for version, m in self._manifests.items()
+            if version >= detail_from
+            for ref in m.refs
+        }
+        count, total, damaged = 0, 0, []
+        for item in islice(log.store.list(keys.PAYLOADS), LISTED_MAX):
+            sha256 = keys.parse_payload_key(item.key)
+            if sha256 is None:
+                continue
+            count, total = count + 1, total + item.nbytes
+            version, nbytes = wanted.pop(sha256, (None, item.nbytes))
+            if nbytes != item.nbytes:
+                damaged.append(Damage(item.key, version, f"it has {item.nbytes} bytes instead of {nbytes}"))
+        self._stored = (count, total, count >= LISTED_MAX)
+        try:
+            self._floor = log.floor()
+            self._damages.pop(keys.FLOOR, None)
+        except (CorruptError, FormatError) as error:
+            self._damages[keys.FLOOR] = Damage(keys.FLOOR, None, str(error))
+        if count < LISTED_MAX:
+            for sha256, (version, _) in wanted.items():
+                # Of a delta from before the floor, nothing is promised.
+                if version > self._floor:
+                    damaged.append(Damage(keys.payload_key(sha256), version, "this payload is missing"))
+        self._misplaced = tuple(damaged)
+
+    def _anchor_bytes(self, version: int) -> int | None:
+        try:
+            anchor = self.log.anchor(version)
+        except (CorruptError, FormatError) as error:
+            key = keys.anchor_key(version)
+            self._damages[key] = Damage(key, None, str(error))
+            return None
+        return None if anchor is None else anchor.nbytes
+
+    def _replicas(self, now_unix_s: float) -> tuple[tuple[Replica, ...], int]:
+        """The replicas that wrote last, and how many there are beside them. Only new heartbeats are read."""
+        items = [item for item in self.log.store.list(keys.REPLICAS) if keys.parse_replica_key(item.key) is not None]
+        shown = sorted(items, key=lambda item: -item.modified_unix_s)[:REPLICAS_MAX]
+        new = [
+            item for item in shown if item not in self._beats or abs(now_unix_s - item.modified_unix_s) < _SAME_SECOND_S
+        ]
+        self._beats = {item: beat for item in shown if (beat := self._beats.get(item)) is not None}
+        self._beats |= zip(new, each(self.log.heartbeat, new, waiting=READ_THREADS), strict=True)
+        beats = [beat for beat in self._beats.values() if beat is not None]
+        served = {beat.version for beat in beats if beat.version is not None}
+        known = self._of_replicas | self._manifests
+        self._of_replicas = {version: known[version] for version in served if version in known}
+        missing = sorted(served.difference(known))
+        found = dict(zip(missing, each(self._find, missing, waiting=READ_THREADS), strict=True))
+        self._of_replicas |= {version: m for version, m in found.items() if isinstance(m, Manifest)}
+        absent = {version for version, m in found.items() if isinstance(m, NotFoundError)}
+        head = None if self._newest is None else self._manifests.get(self._newest)
+        if head is None and self._manifests:
+            head = self._manifests[max(self._manifests)]
+        if head is None:
+            return (), len(items)
+        replicas = [self._replica(beat, head, now_unix_s, is_absent=beat.version in absent) for beat in beats]
+        return tuple(sorted(replicas, key=lambda r: worst_first(r.state))), len(items) - len(shown)
+
+    def _find(self, version: int) -> Manifest | DeltasyncError:
+        try:
+            return self.log.read(version)
+        except (NotFoundError, CorruptError, FormatError) as error:
+            return error
+
+    def _replica(self, beat: Heartbeat, head: Manifest, now_unix_s: float, *, is_absent: bool) -> Replica:
+        """`is_absent`: the feed does not have its version, as after a rollback, or if it follows another feed."""
+        served = None if beat.version is None else self._of_replicas.get(beat.version)
+        digest = beat.facts.get("digest")
+        has_digest = None if served is None or digest is None else digest == served.digest.hex
+        state = replica_state(beat, head, False if is_absent else has_digest, now_unix_s)
+        return Replica(state, None if served is None else max(0, head.created_unix_s - served.created_unix_s))
+
+    def _all_bytes(self, versions: tuple[Manifest, ...]) -> int | None:
+        """The size of all weights, from the index of the newest payload."""
+        with_payloads = [m for m in versions[-STEPS_MAX:] if m.payloads]
+        for m in reversed(with_payloads[-_TRIES:]):
+            if m.layout_sha256 in self._full_bytes:
+                return self._full_bytes[m.layout_sha256]
+            try:
+                nbytes = open_index(self.log.store, m.payloads[0]).header.layout.nbytes
+            except (NotFoundError, CorruptError, FormatError):
+                continue
+            self._full_bytes[m.layout_sha256] = nbytes
+            return nbytes
+        return None

@@ -52,6 +52,8 @@ COMMANDS: dict[str, tuple[int, list[str]]] = {
     "pins": (0, ["small"]),
     "follow": (0, ["small", "--target", "live", "--once"]),
     "status": (3, ["big"]),
+    "watch": (0, ["big", "--once"]),
+    "report": (0, ["small", "-o", "report.html"]),
     "diff": (0, ["c0", "c1", "-o", "new.delta"]),
     "apply": (0, ["c0", "delta", "-o", "applied"]),
     "inspect": (0, ["delta", "--old", "c0"]),
@@ -175,7 +177,7 @@ def shown(columns: int, *arguments: str) -> tuple[int, str]:
 
 def test_every_command_is_in_the_table() -> None:
     (subparsers,) = [action for action in build_parser()._actions if isinstance(action.choices, dict)]
-    assert set(subparsers.choices or ()) - {"serve", "completion"} == COMMANDS.keys()
+    assert set(subparsers.choices or ()) - {"serve", "ui", "completion"} == COMMANDS.keys()
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -58,6 +58,9 @@ def build_parser() -> Parser:
         _add_export,
         _add_follow,
         _add_status,
+        _add_watch,
+        _add_ui,
+        _add_report,
         _add_serve,
         _add_diff,
         _add_apply,
@@ -450,6 +453,51 @@ def _add_status(commands: Commands) -> None:
         example="deltasync status s3://bucket/run-42",
     )
     _add_url(parser)
+
+
+def _add_watch(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "watch",
+        "watch",
+        "Show a feed and its replicas in the terminal, live.",
+        more="It goes on until SIGINT or SIGTERM. It reads the feed, and never writes.",
+        example="deltasync watch s3://bucket/run-42",
+    )
+    _add_url(parser)
+    parser.add_argument("--once", action="store_true", help="print it once, then exit")
+
+
+def _add_ui(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "ui",
+        "watch",
+        "Serve a web page that shows a feed and its replicas, live.",
+        more="It goes on until SIGINT or SIGTERM. It reads the feed, and never writes.",
+        example="deltasync ui s3://bucket/run-42",
+    )
+    _add_url(parser)
+    parser.add_argument(
+        "--listen",
+        type=_address,
+        default=("127.0.0.1", 8642),
+        metavar="HOST:PORT",
+        help="where to serve it (default: 127.0.0.1:8642); other addresses than loopback need DELTASYNC_TOKEN",
+    )
+
+
+def _add_report(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "report",
+        "watch",
+        "Write the page of `ui` as one HTML file.",
+        more="The file has all it needs inside: it opens anywhere, and makes no request.",
+        example="deltasync report s3://bucket/run-42 -o report.html",
+    )
+    _add_url(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, type=Path, help="file to write")
 
 
 def _add_serve(commands: Commands) -> None:

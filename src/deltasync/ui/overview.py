@@ -94,6 +94,29 @@ class Overview:
     """Replicas whose heartbeats were not read."""
     damages: tuple[Damage, ...]
 
+    @classmethod
+    def empty(cls, url: str, read_unix_s: float) -> "Overview":
+        """Of a feed that could not be read, or has no version."""
+        return cls(
+            url=url,
+            read_unix_s=read_unix_s,
+            feed=None,
+            created_unix_s=None,
+            floor=0,
+            detail_from=0,
+            stride=1,
+            versions=(),
+            anchors=(),
+            skips=(),
+            full_bytes=None,
+            stored_bytes=0,
+            stored_payloads=0,
+            is_listing_cut=False,
+            replicas=(),
+            older_replicas=0,
+            damages=(),
+        )
+
     @property
     def head(self) -> Manifest | None:
         """The newest version that could be read."""
@@ -161,8 +184,6 @@ def _version_json(m: Manifest) -> dict[str, Any]:
         "bytes": m.nbytes,
         "changed": m.changed,
         "elements": m.elements,
-        "digest": m.digest.hex,
-        "writer": m.writer,
     }
 
 

@@ -1,0 +1,296 @@
+"""The page of a feed: its routes, who may read it, what it embeds; and the commands that show a feed."""
+
+import gzip
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.feeds import Feed
+from support.replicas import wait_until
+
+from deltasync.cli import main as cli
+from deltasync.errors import InvalidInputError, NotFoundError, StoreError
+from deltasync.format.sealed import Heartbeat
+from deltasync.listener import Request
+from deltasync.store.local import LocalStore
+from deltasync.store.memory import MemoryStore
+from deltasync.ui import page as module
+from deltasync.ui.page import Page, asset, report, serving
+
+Out = pytest.CaptureFixture[str]
+HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
+LOCAL = {"Host": "127.0.0.1:8642"}
+
+
+def page(feed: Feed | None = None, **options: Any) -> Page:
+    made = Page((Feed.of(3) if feed is None else feed).store, **options)
+    made.refresh()
+    return made
+
+
+def get(of: Page, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    response = of.respond(Request("GET", path, LOCAL if headers is None else headers))
+    is_json = response.content_type == "application/json"
+    return response.code, json.loads(response.content) if is_json else response.content
+
+
+@contextmanager
+def served(of: Page, *, has_token: bool = False) -> Iterator[str]:
+    with serving(of, "127.0.0.1", 0, has_token=has_token) as url:
+        yield url.removeprefix("http://")
+
+
+def test_the_routes_of_the_page() -> None:
+    shown = page()
+    code, found = get(shown, "/api/feed")
+    assert code == 200
+    assert (found["head"], len(found["versions"]), found["error"]) == (2, 3, None)
+    code, detail = get(shown, "/api/versions/2")
+    assert code == 200
+    assert detail["manifest"]["version"] == 2
+    assert detail["cells"]
+    assert get(shown, "/api/versions/7")[0] == 404
+    assert get(shown, "/api/versions/99999999999999999999")[0] == 404
+    assert get(shown, "/assets/../page.py")[0] == 404
+    assert get(shown, "/elsewhere")[0] == 404
+    assert shown.respond(Request("POST", "/api/feed", LOCAL)).code == 405
+
+
+def test_every_file_that_the_page_names_is_served_and_none_is_of_another_host() -> None:
+    shown = page()
+    code, html = get(shown, "/")
+    named = re.findall(rb'(?:src|href)="(?!#|data:)([^"]+)"', html)
+    assert code == 200
+    assert len(named) == 4
+    for name in named:
+        assert get(shown, f"/{name.decode()}")[0] == 200
+    for name in ("index.html", "app.css", "app.js"):
+        assert not re.search(r"(?<!xmlns=\")https?://(?!www\.w3\.org/2000/svg)", asset(name)), name
+    assert "MIT License" in asset("uPlot.LICENSE")
+    for banned in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert banned not in asset("app.js")
+
+
+def test_responses_carry_a_strict_policy() -> None:
+    shown = page()
+    for path in ("/", "/assets/app.js", "/api/feed", "/nowhere"):
+        headers = shown.respond(Request("GET", path, LOCAL)).headers
+        policy = headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "unsafe" not in policy
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8642", "127.0.0.1.evil.example", "", "[::", "10.0.0.1"])
+def test_without_a_token_only_names_of_this_machine_are_answered(host: str) -> None:
+    """A page elsewhere whose name is made to lead to 127.0.0.1 must not read the feed."""
+    assert get(page(), "/api/feed", {"Host": host})[0] == 403
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1", "[::1]:8642"])
+def test_names_of_this_machine(host: str) -> None:
+    assert get(page(), "/api/feed", {"Host": host})[0] == 200
+
+
+def test_with_a_token_data_needs_it_and_files_do_not() -> None:
+    shown = page(token="secret")
+    with served(shown, has_token=True) as address:
+        for path, headers, wanted in (
+            ("/", {}, 200),
+            ("/api/feed", {}, 401),
+            ("/api/feed", {"Authorization": "Bearer wrong"}, 401),
+            ("/api/versions/1", {}, 401),
+            ("/api/feed", {"Authorization": "Bearer secret"}, 200),
+        ):
+            connection = http.client.HTTPConnection(address)
+            connection.request("GET", path, headers=headers)
+            response = connection.getresponse()
+            assert response.status == wanted, path
+            response.read()
+            connection.close()
+
+
+def test_other_addresses_need_a_token() -> None:
+    with pytest.raises(InvalidInputError, match="no token"), serving(page(), "0.0.0.0", 0, has_token=False):
+        pass
+
+
+def test_compressed_for_a_browser() -> None:
+    response = page().respond(Request("GET", "/api/feed", {**LOCAL, "Accept-Encoding": "gzip, br"}))
+    assert response.headers["Content-Encoding"] == "gzip"
+    assert json.loads(gzip.decompress(response.content))["head"] == 2
+
+
+def test_a_store_that_vanishes_is_shown_with_what_was_read_last() -> None:
+    feed, is_away = Feed.of(3), False
+
+    class Store(MemoryStore):
+        def get_range(self, key: str, offset: int, length: int) -> bytes:
+            if is_away:
+                raise StoreError("no route to host", transient=True, hint="wait")
+            return super().get_range(key, offset, length)
+
+    store = Store()
+    for item in feed.store.list():
+        store.put(item.key, feed.store.get(item.key))
+    now = 1000.0
+    shown = Page(store, clock=lambda: now)
+    assert get(shown, "/api/feed") == (200, {"loading": True})
+    shown.refresh()
+    is_away = True
+    shown.refresh()
+    now += 60
+    shown.refresh()
+    code, found = get(shown, "/api/feed")
+    assert (code, found["head"]) == (200, 2)
+    assert found["error"] == {"kind": "store", "message": "no route to host", "hint": "wait", "since_unix_s": 1000.0}
+    is_away = False
+    shown.refresh()
+    assert get(shown, "/api/feed")[1]["error"] is None
+
+
+def test_a_store_that_was_never_reached_is_shown_as_such() -> None:
+    class Away(MemoryStore):
+        def get_range(self, key: str, offset: int, length: int) -> bytes:
+            raise StoreError("away", transient=True)
+
+    shown = Page(Away())
+    shown.refresh()
+    found = get(shown, "/api/feed")[1]
+    assert (found["head"], found["error"]["message"]) == (None, "away")
+
+
+def test_the_feed_is_read_only_while_someone_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+    shown, reads = Page(Feed.of(2).store), 0
+    refresh = shown.refresh
+
+    def counting() -> None:
+        nonlocal reads
+        reads += 1
+        refresh()
+
+    monkeypatch.setattr(shown, "refresh", counting)
+    thread = threading.Thread(target=shown.run)
+    thread.start()
+    try:
+        wait_until(lambda: reads == 1)
+        for wanted in (2, 3):
+            get(shown, "/api/feed")
+            wait_until(lambda wanted=wanted: reads >= wanted)
+    finally:
+        shown.stop()
+        thread.join()
+    assert reads <= 5
+
+
+def test_a_report_has_everything_inside_and_escapes_foreign_text() -> None:
+    feed = Feed.of(3)
+    feed.log.beat(Heartbeat("r", 2, 1, {"engine": HOSTILE}))
+    html, overview = report(feed.store)
+    assert overview.head is not None
+    assert not re.findall(r'<(?:script|link)[^>]+(?:src|href)="(?!data:)', html)
+    assert HOSTILE not in html
+    data = json.loads(re.search(r'<script type="application/json" id="report">(.*?)</script>', html, re.DOTALL)[1])  # type: ignore[index]
+    assert data["feed"]["replicas"][0]["engine"] == HOSTILE
+    assert set(data["details"]) == {"0", "1", "2"}
+    assert html.count("<script") == 3
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', html)
+    assert policy is not None
+    assert policy[1].count("'sha256-") == 4
+    assert "unsafe" not in policy[1]
+
+
+def test_a_report_of_nothing_is_refused() -> None:
+    with pytest.raises(NotFoundError, match="there is no version"):
+        report(MemoryStore())
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("DELTASYNC_TOKEN", raising=False)
+    monkeypatch.chdir(tmp_path)
+    feed = Feed.of(12, LocalStore(tmp_path / "feed"))
+    feed.log.beat(Heartbeat("late", 2, 1, {"engine": HOSTILE, "digest": feed.log.read(2).digest.hex}))
+    return tmp_path
+
+
+def test_report_command(place: Path, capsys: Out) -> None:
+    assert cli.main(["report", "feed", "-o", "report.html", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["head"] == "11"
+    assert (place / "report.html").stat().st_size == printed["bytes"]
+    assert cli.main(["report", "feed", "-o", "feed"]) == 1
+    assert "is a folder" in capsys.readouterr().err
+    assert cli.main(["report", "nowhere", "-o", "other.html"]) == 1
+    assert not (place / "other.html").exists()
+
+
+def test_watch_once(place: Path, capsys: Out) -> None:
+    assert cli.main(["watch", "feed", "--once"]) == 0
+    plain = capsys.readouterr().out
+    assert "head\tversion 11" in plain
+    assert "Replica late is 9 versions" in plain
+    assert cli.main(["watch", "feed", "--once", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["head"] == 11
+    assert cli.main(["watch", "nowhere", "--once"]) == 1
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_watch_fits_the_terminal(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert cli.main(["watch", "feed", "--once"]) == 0
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "version 11" in text
+    assert max(map(len, text.splitlines())) <= columns
+    assert "\x1b" not in text
+
+
+def started(*argv: str, cwd: Path) -> "subprocess.Popen[str]":
+    environment = {name: value for name, value in os.environ.items() if name != "DELTASYNC_TOKEN"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "deltasync", *argv],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_watch_prints_what_changes_until_a_signal(place: Path) -> None:
+    with started("watch", "feed", "--json", cwd=place) as process:
+        assert process.stdout is not None
+        events = [json.loads(process.stdout.readline()) for _ in range(3)]
+        assert {e["event"] for e in events} >= {"head", "replica"}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_ui_serves_until_a_signal(place: Path) -> None:
+    with started("ui", "feed", "--listen", "127.0.0.1:0", "--json", cwd=place) as process:
+        assert process.stderr is not None
+        url = json.loads(process.stderr.readline())["listening"]
+        connection = http.client.HTTPConnection(url.removeprefix("http://"))
+        connection.request("GET", "/")
+        assert b"deltasync" in connection.getresponse().read()
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+def test_ui_refuses_to_listen_for_all_without_a_token(place: Path, capsys: Out) -> None:
+    assert cli.main(["ui", "feed", "--listen", "0.0.0.0:0"]) == 1
+    assert "DELTASYNC_TOKEN" in capsys.readouterr().err

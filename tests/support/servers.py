@@ -161,29 +161,34 @@ def _program(name: str, package: str) -> str:
 
 
 def _azurite_program() -> Path:
-    home = Path(sys.prefix) / f"azurite-{AZURITE_VERSION}"
-    program = home / "node_modules" / ".bin" / "azurite-blob"
-    if program.exists():
-        return program
+    return npm_package("azurite", AZURITE_VERSION).parent / ".bin" / "azurite-blob"
+
+
+def npm_package(name: str, version: str) -> Path:
+    """The folder of a package from npm, which is installed beside the environment once."""
+    home = Path(sys.prefix) / f"{name}-{version}"
+    folder = home / "node_modules" / name
+    if folder.exists():
+        return folder
     npm = shutil.which("npm")
     if npm is None:
-        missing("Azurite needs npm, which is not installed")
+        missing(f"{name} needs npm, which is not installed")
     # Another test run may install at the same time: the folder appears whole, and the first one stays.
-    with tempfile.TemporaryDirectory(dir=sys.prefix, prefix=".azurite-") as building:
+    with tempfile.TemporaryDirectory(dir=sys.prefix, prefix=f".{name}-") as building:
         options = ["--no-audit", "--no-fund", "--no-update-notifier", "--prefix", building]
         done = subprocess.run(
-            [npm, "install", *options, f"azurite@{AZURITE_VERSION}"],
+            [npm, "install", *options, f"{name}@{version}"],
             capture_output=True,
             text=True,
             timeout=600,
             check=False,
         )
         if done.returncode != 0:
-            missing(f"npm could not install Azurite: {done.stderr[-500:]}")
+            missing(f"npm could not install {name}: {done.stderr[-500:]}")
         with suppress(OSError):
             os.rename(building, home)
             os.mkdir(building)
-    return program
+    return folder
 
 
 @contextmanager

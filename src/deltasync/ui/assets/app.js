@@ -370,7 +370,7 @@ const MEASURES = {
 
 function heatCard(detail) {
   const choice = el("select", { id: "measure" }, ...Object.entries(MEASURES).map(([key, [name]]) => el("option", { value: key }, name)));
-  const place = el("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": "Heat map by layer and kind of tensor" });
+  const place = el("div", { class: "scroll", role: "group", tabindex: "0", "aria-label": "Heat map by layer and kind of tensor" });
   const draw = () => place.replaceChildren(...heat(detail.cells, ...MEASURES[choice.value]));
   choice.addEventListener("change", draw);
   draw();
@@ -466,7 +466,7 @@ const THEMES = { "": "Auto", light: "Light", dark: "Dark" };
 function setTheme(theme) {
   if (theme) document.documentElement.dataset.theme = theme; else delete document.documentElement.dataset.theme;
   $("theme").textContent = THEMES[theme];
-  $("theme").setAttribute("aria-label", `Colour theme: ${theme || "automatic"}`);
+  $("theme").setAttribute("aria-label", `Colour theme: ${THEMES[theme]}`);
   resetCharts();
   if (feed !== null && !$("overview").hidden) renderCharts();
 }

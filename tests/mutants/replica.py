@@ -181,9 +181,9 @@ MUTANTS = (
     Mutant(
         name="listens-to-all-without-a-token",
         harm="`follow --listen 0.0.0.0:80` answers every host without a token, and without a warning.",
-        path="src/deltasync/replica/metrics.py",
-        old="        if token is None and not ipaddress.ip_address(address).is_loopback:\n",
-        new="        if token is None and ipaddress.ip_address(address).is_multicast:\n",
+        path="src/deltasync/listener.py",
+        old="        if not has_token and not ipaddress.ip_address(address).is_loopback:\n",
+        new="        if not has_token and ipaddress.ip_address(address).is_multicast:\n",
         killers=("tests/unit/test_replica_metrics.py::test_an_address_that_others_can_reach_needs_a_token",),
     ),
 )

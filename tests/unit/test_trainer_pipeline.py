@@ -20,6 +20,7 @@ from deltasync.store.protocol import Data
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at, at_random, never
 from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.capture import capture
+from deltasync.trainer.version import VersionWriter
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 
@@ -397,16 +398,27 @@ class LateCommit(MemoryStore):
         super().put(key, data)
 
 
-def test_a_commit_that_arrives_late_is_not_taken_for_a_later_attempt() -> None:
-    """The shadow would advance to weights that the version does not have."""
+@pytest.mark.parametrize("late", [0, 1], ids=["without changes", "with changes"])
+@pytest.mark.parametrize("is_encoded", [False, True], ids=["before it is encoded", "while it is put"])
+def test_a_commit_that_arrives_late_is_not_taken_for_a_later_attempt(
+    late: int, is_encoded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shadow would advance to weights that the version does not have. `late` is the step of that commit."""
     store = LateCommit()
     to = publisher(store, retry_s=0.0)
     publish(to, 0).wait()
     with pytest.raises(StoreError, match="no answer"):
-        publish(to, 1).wait()
-    store.is_failing = True
-    with pytest.raises(StoreError, match="refused"):
-        publish(to, 2).wait()
+        publish(to, late).wait()
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise StoreError("refused", transient=True)
+
+    store.is_failing = is_encoded
+    with monkeypatch.context() as patch:
+        if not is_encoded:
+            patch.setattr(VersionWriter, "delta", refuse)
+        with pytest.raises(StoreError, match="refused"):
+            publish(to, 2).wait()
     assert store.create(*store.delayed[0])
     with pytest.raises(ConflictError, match="was committed by"):
         publish(to, 3).wait()
@@ -414,4 +426,4 @@ def test_a_commit_that_arrives_late_is_not_taken_for_a_later_attempt() -> None:
     again = publisher(store)
     publish(again, 4).wait()
     again.close()
-    require_steps(store, {0: 0, 1: 1, 2: 4})
+    require_steps(store, {0: 0, 1: late, 2: 4})

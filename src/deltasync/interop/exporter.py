@@ -16,7 +16,7 @@ from deltasync.errors import CorruptError, FormatError, InvalidInputError, Misma
 from deltasync.feed.fetch import fetch_payloads
 from deltasync.feed.log import Log, manifest_key
 from deltasync.feed.plan import Edge
-from deltasync.feed.replay import decode_edge, find_files, load, require_digest
+from deltasync.feed.replay import find_files, load, require_digest, staged_changes
 from deltasync.files import make_folder, release_folder, sync_file, sync_folder, temporary_folder_beside
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest
@@ -143,10 +143,9 @@ class Exporter:
         """Overwrite the weights with a version, prove them, and return what changed."""
         edge, layout = Edge(manifest_key(target), target), weights.layout
         found: dict[int, list[tuple[np.ndarray, Bits]]] = {}
-        for _, blocks in decode_edge(edge, fetch_payloads(log.store, [target]), weights):
-            for changes in blocks:
-                for ordinal, indices, values in tensor_parts(layout, changes):
-                    found.setdefault(ordinal, []).append((indices, values))
+        for changes in staged_changes(edge, fetch_payloads(log.store, [target]), weights):
+            for ordinal, indices, values in tensor_parts(layout, changes):
+                found.setdefault(ordinal, []).append((indices, values))
         deltas = []
         for ordinal, parts in sorted(found.items()):
             indices, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))

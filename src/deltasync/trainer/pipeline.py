@@ -7,15 +7,15 @@ bounded and no change is lost: it is part of the later version.
 import logging
 import threading
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 from deltasync.blocks import encode_changes
 from deltasync.errors import ConflictError, InvalidInputError, StoreError
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
-from deltasync.format.payload import Block
 from deltasync.format.weights import Changes
 from deltasync.parallel import Pool
 from deltasync.trainer.anchoring import Anchors
@@ -200,22 +200,14 @@ class Pipeline:
             changes = in_blocks(self.shadow.weights.layout, [] if job.capture is None else job.capture)
             job.capture = changes
         metadata = Metadata(step=job.step, files=self.files, extra=job.extra)
-        digest_delta = StateDigest.ZERO
-
-        def encode() -> Generator[Block, None, None]:
-            nonlocal digest_delta
-            total = StateDigest.ZERO
-            for block in encode_changes(self.shadow.weights, changes):
-                total += block.digest
-                yield block
-            # Only once it is complete: before that, nothing can have been committed.
-            digest_delta = total
-
+        encode = partial(encode_changes, self.shadow.weights, changes)
         try:
             count = sum(len(part.values) for part in changes)
             committed = self.versions.delta(encode, head, metadata, changed=count)
         except StoreError:
-            self._uncertain = changes, digest_delta
+            # All of it is encoded once more: the error may have come before the last block, and with a part of the sum
+            # an earlier attempt whose commit arrives late could be taken for this one.
+            self._uncertain = changes, sum((block.digest for block in encode()), StateDigest.ZERO)
             raise
         self._advance(changes, committed)
         return committed.manifest, job.event(committed)

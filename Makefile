@@ -63,6 +63,8 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --quiet --offline --persona pedantic .github
 	$(BIN)/clang-format --dry-run -Werror native/*.cpp native/*.hpp tests/fuzz/*.cpp tests/fuzz/*.hpp
 
 format: install

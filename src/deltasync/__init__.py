@@ -5,8 +5,16 @@ These names, and those of `deltasync.torch`, `deltasync.transformers`, `deltasyn
 first used, so that a command that is interrupted while it starts can end without a traceback.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    # Refused as a whole: a lock that does nothing would let two processes write the same file.
+    raise ImportError(
+        "deltasync does not run on Windows, which lacks the file locks and the synced folders that it relies on; "
+        "use Linux or macOS, or Linux under WSL"
+    )
 
 if TYPE_CHECKING:
     from deltasync.errors import (

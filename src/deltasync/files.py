@@ -1,12 +1,12 @@
 """Files that appear whole or not at all: written beside their place, synced to disk, then renamed. Locks, and space."""
 
 import errno
+import fcntl
 import os
 import re
 import secrets
 import shutil
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -126,11 +126,6 @@ def locked(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
     stays. Anything else there is refused and not touched. The block's end releases the lock, and so does the death of
     the process.
     """
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
     if not path.parent.is_dir():
         raise InvalidInputError(f"{path.parent} is not a folder", hint="create it, or choose another place")
     fd, deadline_s = _open_lock(_lock_of(path)), time.monotonic() + wait_s
@@ -196,8 +191,6 @@ def reserve(fd: int, size: int) -> None:
 
 def fill_holes(fd: int) -> None:
     """Allocate disk space for what is only a hole in an open file, so that a mapping of it can be written."""
-    if sys.platform == "win32":
-        return
     status = os.fstat(fd)
     if status.st_blocks * _STAT_BLOCK_BYTES < status.st_size:
         reserve(fd, status.st_size)
@@ -219,8 +212,6 @@ def sync_file(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Wait until the names in a folder are on disk, where the system can do that."""
-    if os.name == "nt":
-        return
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

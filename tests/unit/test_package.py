@@ -1,4 +1,4 @@
-"""What a release is made from: metadata, the long description, the workflow, and the check of a tag."""
+"""What a release is made from: metadata, the long description, the workflow, the check of a tag; and Windows."""
 
 import importlib.metadata
 import importlib.util
@@ -241,3 +241,16 @@ def test_the_check_reads_this_tree() -> None:
     spec.loader.exec_module(module)
     found = module.problems(ROOT, TAG, REPOSITORY.removeprefix("https://github.com/"))
     assert [problem for problem in found if "CHANGELOG.md" not in problem] == []
+
+
+# --- Windows ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code", ["import deltasync", "from deltasync.files import locked", "import deltasync.__main__"]
+)
+def test_windows_is_refused_at_import(code: str) -> None:
+    command = [sys.executable, "-c", f"import sys; sys.platform = 'win32'; {code}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: deltasync does not run on Windows")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.helpers import changed, state, write_sharded
+from support.publishing import LONG_S, publish, publisher
 
 import deltasync
 from deltasync.cli import main as cli
@@ -221,6 +222,59 @@ def test_show_names_a_base(place: Path, capsys: Out) -> None:
     capsys.readouterr()
     assert run("show", "based", "0") == 0
     assert "org/model @ abc" in text(capsys)
+
+
+FACTS = {"plan_s": "0.1", "fetch_s": "2", "decode_s": "0.5", "stage_s": "0.3", "commit_s": "0.1", "pause_s": "0.05"}
+
+
+def trained(url: str) -> int:
+    """A feed whose version 1 comes from a trainer; when its capture began, in milliseconds."""
+    to = publisher(LocalStore(url))
+    for number in range(2):
+        publish(to, number).wait(LONG_S)
+    to.close()
+    timeline = Log(LocalStore(url)).read(1).timeline
+    assert timeline is not None
+    return timeline.captured_unix_ms
+
+
+def test_show_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    monkeypatch.chdir(tmp_path)
+    began_unix_ms = trained("feed")
+    log = Log(LocalStore("feed"))
+    moved = {"moved_version": "1", "moved_unix_ms": str(began_unix_ms + 4000)}
+    log.beat(Heartbeat("there", 1, 2**40, {**FACTS, **moved}))
+    log.beat(Heartbeat("elsewhere", 0, 2**40, {**FACTS, **moved, "moved_version": "0"}))
+    log.beat(Heartbeat("of-an-earlier-release", 1, 2**40, FACTS))
+    log.beat(Heartbeat("liar", 1, 2**40, {**moved, "moved_unix_ms": "soon", "fetch_s": "nan"}))
+    assert run("show", "feed", "1", "--timeline", "--json") == 0
+    found = read_json(capsys)["timeline"]
+    assert (found["version"], found["has_capture"], found["began_unix_ms"]) == (1, True, began_unix_ms)
+    assert found["steps"][0].keys() == {"where", "step", "began_s", "took_s"}
+    steps = {(row["where"], row["step"]): (row["began_s"], row["took_s"]) for row in found["steps"]}
+    own = [name for where, name in steps if where == "trainer"]
+    assert own == ["capture", "queue", "encode", "put", "committed"]
+    assert steps["trainer", "committed"][0] == pytest.approx(sum(steps["trainer", name][1] for name in own[:-1]))
+    assert [name for where, name in steps if where == "there"] == [
+        "plan", "fetch", "decode", "stage", "commit", "pause", "live"
+    ]  # fmt: skip
+    assert {where for where, _ in steps} == {"trainer", "there"}
+    assert steps["there", "plan"][0] == pytest.approx(1.0)
+    assert steps["there", "fetch"] == pytest.approx((1.1, 2.0))
+    assert steps["there", "pause"] == pytest.approx((3.95, 0.05))
+    assert steps["there", "live"] == (4.0, None)
+    assert run("show", "feed", "--timeline") == 0
+    out = text(capsys)
+    assert "version 1 since its capture" in out
+    assert "there\tlive\t4.0" in out
+    assert "elsewhere" not in out
+
+
+def test_show_timeline_of_what_a_command_has_published(place: Path, capsys: Out) -> None:
+    assert run("show", "feed", "4", "--timeline") == 0
+    out = text(capsys)
+    assert "since its commit (no capture was recorded" in out
+    assert "trainer\tcommitted\t0.0" in out
 
 
 # --- restore ----------------------------------------------------------------------------------------------------------

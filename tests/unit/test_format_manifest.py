@@ -7,7 +7,7 @@ import pytest
 from deltasync.errors import CorruptError, DeltasyncError, FormatError
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest
-from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
+from deltasync.format.manifest import BaseRef, Manifest, PayloadRef, Timeline
 from deltasync.format.sealed import sealed
 
 SHA = "0123456789abcdef" * 4
@@ -34,6 +34,7 @@ GOOD = {
     "skip": dataclasses.replace(DELTA, kind="skip", parent=0),
     "anchor": dataclasses.replace(DELTA, kind="anchor", **NO_PARENT, step=None),
     "anchor with parent": dataclasses.replace(DELTA, kind="anchor", **WHOLE),
+    "with a timeline": dataclasses.replace(DELTA, timeline=Timeline(1_700_000_000_123, 4, 0, 50, 600)),
     "with files": dataclasses.replace(DELTA, files=PayloadRef("cd" * 32, 7)),
     "base": dataclasses.replace(DELTA, kind="base", **NO_PARENT, payloads=(), base=BaseRef("org/model", "main")),
     "base without revision": dataclasses.replace(DELTA, kind="base", **NO_PARENT, payloads=(), base=BaseRef("m")),
@@ -79,6 +80,14 @@ def test_unknown_fields_are_ignored_unless_they_must_be_understood() -> None:
     assert caught.value.rule == "manifest.must_understand"
 
 
+def test_a_manifest_without_a_timeline_does_not_name_it() -> None:
+    """So that its bytes are those of earlier releases."""
+    assert b"timeline" not in DELTA.to_bytes()
+    fields = json.loads(DELTA.to_bytes())
+    assert Manifest.from_bytes(sealed_again(fields | {"timeline": None})) == DELTA
+
+
+STEPS = ("captured_unix_ms", "held_ms", "queued_ms", "encode_ms", "put_ms")
 BAD: dict[str, tuple[dict[str, Any], type[DeltasyncError], str]] = {
     "format": ({"format": "deltasync/9"}, FormatError, "manifest.format"),
     "kind": ({"kind": "patch"}, FormatError, "manifest.kind"),
@@ -124,6 +133,10 @@ BAD: dict[str, tuple[dict[str, Any], type[DeltasyncError], str]] = {
     "writer empty": ({"writer": ""}, CorruptError, "manifest.field"),
     "created a text": ({"created_unix_s": "now"}, CorruptError, "manifest.field"),
     "created a fraction": ({"created_unix_s": 1.5}, CorruptError, "manifest.json"),
+    "timeline a list": ({"timeline": []}, CorruptError, "manifest.field"),
+    "timeline that lacks a step": ({"timeline": {"captured_unix_ms": 1}}, CorruptError, "manifest.field"),
+    "timeline of texts": ({"timeline": dict.fromkeys(STEPS, "1")}, CorruptError, "manifest.field"),
+    "timeline negative": ({"timeline": dict.fromkeys(STEPS, -1)}, CorruptError, "manifest.field"),
     "extra a list": ({"extra": []}, CorruptError, "manifest.field"),
     "extra of numbers": ({"extra": {"a": 1}}, CorruptError, "manifest.field"),
 }

@@ -520,6 +520,8 @@ def test_heartbeats() -> None:
         digest = feed.log.read(0).digest.hex
         assert (beat.facts["engine"], beat.facts["digest"]) == ("torch", digest)
         assert {"plan_s", "fetch_s", "decode_s", "stage_s", "commit_s", "pause_s"} <= beat.facts.keys()
+        assert beat.facts["moved_version"] == str(beat.version)
+        assert abs(int(beat.facts["moved_unix_ms"]) - 1000 * time.time()) < 1000 * 3600
         replica.advance()
         (beat,) = feed.log.heartbeats()
         assert (beat.version, beat.facts["lag"]) == (1, "0")

@@ -427,3 +427,65 @@ def test_a_commit_that_arrives_late_is_not_taken_for_a_later_attempt(
     publish(again, 4).wait()
     again.close()
     require_steps(store, {0: 0, 1: late, 2: 4})
+
+
+def test_a_version_says_when_it_was_captured_and_what_its_steps_took() -> None:
+    """That of the newest capture that it carries. Late anchors have none."""
+    gate, notes = Gate("put", keys.PAYLOADS), Notes()
+    store, to = begun(gate, observer=notes)
+    clock = Clock()
+    to._writer.clock = clock
+    publish(to, 1)
+    gate.await_operation()
+    clock.unix_s += 1000
+    publish(to, 2)
+    clock.unix_s += 1000
+    publish(to, 3)
+    gate.open()
+    assert to.wait(LONG_S)
+    publish(to, 4, anchor=True)
+    to.close()
+    manifests = require_steps(store, {0: 0, 1: 1, 2: 3, 3: 4})
+    timelines = [manifest.timeline for manifest in manifests]
+    assert [event.timeline for event in notes] == [*timelines, None]
+    _, first, second, _ = timelines
+    assert first is not None
+    assert second is not None
+    # The clock stands still during a capture, so that its beginning is before it.
+    assert first.captured_unix_ms == pytest.approx(1000 * START_S - first.held_ms, abs=2)
+    assert second.captured_unix_ms == pytest.approx(1000 * (START_S + 2000) - second.held_ms, abs=2)
+    assert all(value >= 0 for timeline in (first, second) for value in timeline.to_json().values())
+
+
+START_S = 1_700_000_000.0
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    unix_s = START_S
+
+    def __call__(self) -> float:
+        return self.unix_s
+
+
+@pytest.mark.parametrize("base", [None, BaseRef("org/model")])
+def test_a_first_version_that_fails_at_first_keeps_the_time_of_its_capture(base: BaseRef | None) -> None:
+    outage = Outage(HARD, lambda operation: operation.key.startswith(keys.VERSIONS) and operation.verb == "create")
+    store = FaultyStore(MemoryStore())
+    to = publisher(store, base=base)
+    clock = Clock()
+    to._writer.clock = clock
+    to.open(Weights.of(nth(0)).layout)
+    store._plan = outage
+    with pytest.raises(StoreError):
+        publish(to, 0).wait(LONG_S)
+    outage.is_over = True
+    clock.unix_s += 1000
+    publish(to, 1).wait(LONG_S)
+    to.close()
+    first, second = (Log(store).read(number).timeline for number in (0, 1))
+    assert first is not None
+    assert second is not None
+    assert first.captured_unix_ms <= 1000 * START_S < second.captured_unix_ms
+    assert first.put_ms < 1000 * 100, "its own attempt only, by a clock that nobody sets"

@@ -211,6 +211,9 @@ def _add_show(commands: Commands) -> None:
     parser.add_place(
         "version", version_or_name, optional=True, help="the version, or the name of a pin (default: the newest)"
     )
+    parser.add_argument(
+        "--timeline", action="store_true", help="list its steps instead, from the capture to replicas that serve it"
+    )
 
 
 def _add_verify(commands: Commands) -> None:

@@ -11,6 +11,7 @@ from deltasync.cli.commands import ROWS_MAX
 from deltasync.cli.folders import watch
 from deltasync.cli.follow import calling_on_signal
 from deltasync.cli.output import Column, Output, number_column
+from deltasync.cli.timeline import VersionTimeline
 from deltasync.cli.units import (
     bits_text,
     count_text,
@@ -197,14 +198,19 @@ def show(args: argparse.Namespace, out: Output) -> None:
     with opened(args.url) as store:
         m, plan = plan_restore(store, version=args.version)
         anchor = Log(store).anchor(m.version)
+        timeline = VersionTimeline.of(m, Log(store).heartbeats()) if args.timeline else None
     if out.is_json:
         out.json(
             {
                 "manifest": manifest_json(m),
                 "anchor": None if anchor is None else manifest_json(anchor),
                 "restore": {"bytes": plan.nbytes, "edges": _edges_json(plan)},
+                **({} if timeline is None else {"timeline": timeline.to_json()}),
             }
         )
+        return
+    if timeline is not None:
+        timeline.print(out)
         return
     changed = (
         "-"

@@ -245,6 +245,7 @@ class Compactor:
             files=None,
             base=None,
             extra={},
+            timeline=None,
         )
         put_unix_s = self._put(payloads)
         # This process may have slept, and `prune` may have removed what no manifest names yet.

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from deltasync.errors import CorruptError, FormatError
@@ -61,11 +61,34 @@ class BaseRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Timeline:
+    """When weights were captured, by the publisher's clock, and how long each step before the commit took.
+
+    The trainer was held for `held_ms`; the capture then waited for earlier ones. Payloads are put while others are
+    encoded: `encode_ms` is the time in which putting waited for the encoder.
+    """
+
+    captured_unix_ms: int
+    held_ms: int
+    queued_ms: int
+    encode_ms: int
+    put_ms: int
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> "Timeline":
+        return cls(*(fields.count(name) for name in cls.__slots__))
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """One edge to a version of a feed.
 
     `parent` and `parent_digest` go together; an anchor may have them too. `changed` counts the elements that differ
     from the parent; an anchor and a base have none. `files` names the files beside the weights (`format.companions`).
+    `timeline` is for people; manifests of earlier releases, and of commands, have none.
     """
 
     kind: Kind
@@ -83,6 +106,7 @@ class Manifest:
     files: PayloadRef | None = None
     base: BaseRef | None = None
     extra: Mapping[str, str] = field(default_factory=dict)
+    timeline: Timeline | None = None
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +137,7 @@ class Manifest:
             "created_unix_s": self.created_unix_s,
             "base": None if self.base is None else {"checkpoint": self.base.checkpoint, "revision": self.base.revision},
             "extra": dict(self.extra),
+            **({} if self.timeline is None else {"timeline": self.timeline.to_json()}),
         }
 
     def to_bytes(self) -> bytes:
@@ -134,6 +159,7 @@ class Manifest:
                 hint="upgrade deltasync",
             )
         parent_digest, files = fields.values["parent_digest"], fields.optional_object("files")
+        timeline = fields.optional_object("timeline")
         manifest = cls(
             kind=kind,
             version=fields.count("version"),
@@ -150,6 +176,7 @@ class Manifest:
             created_unix_s=fields.count("created_unix_s"),
             base=_base(fields.values["base"]),
             extra=fields.texts("extra"),
+            timeline=None if timeline is None else Timeline.from_fields(timeline),
         )
         _check_kind(manifest)
         require_seal(data, fields.values, what=fields.what, scope=fields.scope)

@@ -71,10 +71,15 @@ def replica_state(beat: Heartbeat, head: Manifest, has_digest: bool | None, now_
         is_live=is_live(beat, now_unix_s),
         engine=beat.facts.get("engine"),
         has_digest=has_digest,
-        seconds={phase: value for phase in _PHASES if (value := _seconds(beat.facts.get(f"{phase}_s"))) is not None},
+        seconds=phase_seconds(beat),
         proved_version=version,
         proved_age_s=None if unix_s is None else max(0, int(now_unix_s) - unix_s),
     )
+
+
+def phase_seconds(beat: Heartbeat) -> dict[str, float]:
+    """The seconds of each phase of a replica's last move, as far as its heartbeat has them."""
+    return {phase: value for phase in _PHASES if (value := _seconds(beat.facts.get(f"{phase}_s"))) is not None}
 
 
 def _seconds(text: str | None) -> float | None:

@@ -107,6 +107,8 @@ class Follower(ProcessBound):
         self._confirmed: tuple[int, float] | None = None
         """The version that a poll found to be the one to serve, and when that poll began."""
         self._last: Advance | None = None
+        self._live_unix_ms = 0
+        """When the last advance went live."""
         self._read_back: tuple[int, int] | None = None
         """The version that was live when all weights were last compared, and the time of that."""
         self._scrubbed_unix_s: int | None = None
@@ -469,7 +471,7 @@ class Follower(ProcessBound):
         advanced = Advance(before, staged.version, edges, handoff.nbytes, changed, seconds, committed_unix_s)
         self._counts.moves += 1
         self._counts.nbytes += advanced.nbytes
-        self._last = advanced
+        self._last, self._live_unix_ms = advanced, int(1000 * time.time())
         logger.info("%s", advanced)
         self._set_served(staged.version)
         if self._observer is not None:
@@ -576,4 +578,5 @@ class Follower(ProcessBound):
             facts["unseen_elements"] = str(self._target.unseen_elements)
         if self._last is not None:
             facts |= self._last.seconds.facts()
+            facts |= {"moved_version": str(self._last.version), "moved_unix_ms": str(self._live_unix_ms)}
         return facts

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from deltasync.errors import StoreError
-from deltasync.format.manifest import Kind, Manifest
+from deltasync.format.manifest import Kind, Manifest, Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class PublishEvent:
 
     Seconds by phase: the trainer waited for `held_s`; the other phases ran in the background. Payloads are put while
     others are encoded: `encode_s` is the time in which putting waited for the encoder. `coalesced` counts the earlier
-    publications that this one carries.
+    publications that this one carries. `timeline` is that of the manifest, with the time of the capture.
     """
 
     kind: Kind
@@ -37,6 +37,7 @@ class PublishEvent:
     commit_s: float
     coalesced: int
     retries: int
+    timeline: Timeline | None = None
 
     def __str__(self) -> str:
         changed = "all" if self.changed is None else f"{self.changed} changed ({self.density or 0:.3%})"

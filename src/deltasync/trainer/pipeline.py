@@ -6,6 +6,7 @@ bounded and no change is lost: it is part of the later version.
 
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from deltasync.parallel import Pool
 from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.capture import Capture, Shadow, by_tensor, in_blocks, rebase, tensors_of
 from deltasync.trainer.events import AnchorProgress, Observer, Publication, PublishEvent, log_observer_error
-from deltasync.trainer.version import CommittedVersion, Metadata, VersionWriter
+from deltasync.trainer.version import CaptureTime, CommittedVersion, Metadata, VersionWriter
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class _Job:
     held_s: float
     capture: Capture | None
     extra: Mapping[str, str]
+    captured: CaptureTime
 
     @property
     def step(self) -> int | None:
@@ -104,12 +106,18 @@ class Pipeline:
 
     def start(self, first: FirstVersion, *, held_s: float) -> Publication:
         """Publish all weights of the shadow as the first version."""
-        self._first = first
-        return self._enqueue(_Job([Publication(first.metadata.step)], held_s, None, first.metadata.extra))
+        captured = self._captured(held_s)
+        self._first = replace(first, metadata=replace(first.metadata, captured=captured))
+        return self._enqueue(_Job([Publication(first.metadata.step)], held_s, None, first.metadata.extra, captured))
 
     def submit(self, capture: Capture, metadata: Metadata, *, held_s: float) -> Publication:
         """Publish a capture. Called with the shadow's lock held since before the capture."""
-        return self._enqueue(_Job([Publication(metadata.step)], held_s, capture, metadata.extra))
+        captured = self._captured(held_s)
+        return self._enqueue(_Job([Publication(metadata.step)], held_s, capture, metadata.extra, captured))
+
+    def _captured(self, held_s: float) -> CaptureTime:
+        """The time of a capture that has just ended."""
+        return CaptureTime(self.versions.writer.clock() - held_s, held_s, time.perf_counter())
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is in flight or pending; False on timeout."""
@@ -199,7 +207,7 @@ class Pipeline:
         with self.versions.group.report_errors():
             changes = in_blocks(self.shadow.weights.layout, [] if job.capture is None else job.capture)
             job.capture = changes
-        metadata = Metadata(step=job.step, files=self.files, extra=job.extra)
+        metadata = Metadata(step=job.step, files=self.files, extra=job.extra, captured=job.captured)
         encode = partial(encode_changes, self.shadow.weights, changes)
         try:
             count = sum(len(part.values) for part in changes)

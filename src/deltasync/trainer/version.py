@@ -21,7 +21,7 @@ from deltasync.format import keys, limits
 from deltasync.format.companions import write_files
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.layout import Layout
-from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef
+from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef, Timeline
 from deltasync.format.payload import Block, PayloadHeader, grouped, write_payload
 from deltasync.format.weights import Readable, Runs, Weights
 from deltasync.parallel import Progress, counting, each, threads
@@ -200,6 +200,22 @@ class _Written(Generic[_R]):
     retries: int
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureTime:
+    """When a capture began, by the publisher's clock; how long it held the trainer; and `perf_counter` at its end."""
+
+    unix_s: float
+    held_s: float
+    end_s: float
+
+    def timeline(self, *, started_s: float, encode_s: float) -> Timeline:
+        """The steps until now, of a version that has been in progress since `started_s`, by `perf_counter`."""
+        put_s = time.perf_counter() - started_s - encode_s
+        seconds = (self.unix_s, self.held_s, started_s - self.end_s, encode_s, put_s)
+        # A clock can be set to before 1970.
+        return Timeline(*(max(0, round(1000 * value)) for value in seconds))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
     """What a manifest says about a version besides its weights. `extra` is the user's own."""
@@ -207,6 +223,7 @@ class Metadata:
     step: int | None = None
     files: PayloadRef | None = None
     extra: Mapping[str, str] = field(default_factory=dict)
+    captured: CaptureTime | None = None
 
     @classmethod
     def of(cls, step: object, extra: Mapping[str, str] | None) -> "Metadata":
@@ -250,6 +267,7 @@ class CommittedVersion:
             commit_s=self.commit_s,
             coalesced=coalesced,
             retries=self.retries,
+            timeline=m.timeline,
         )
 
 
@@ -306,7 +324,7 @@ class VersionWriter:
         """Commit all weights as the version after `parent`."""
         draft = self._draft("anchor", parent, metadata)
         put = partial(self._put_weights, weights, draft.version, progress)
-        return self._commit(draft, layout_digest(self.layout), put)
+        return self._commit(draft, layout_digest(self.layout), put, metadata.captured)
 
     def base(
         self, weights: Weights, base: BaseRef, metadata: Metadata, *, progress: Progress | None = None
@@ -316,7 +334,7 @@ class VersionWriter:
             digest = coded.digest(weights, on_progress=counting(progress, "digest", weights.layout.elements))
             part = Part((), digest - layout_digest(weights.layout), None)
         draft = replace(self._draft("base", None, metadata), base=base)
-        return self._commit(draft, layout_digest(self.layout), lambda retry, resume_s: part)
+        return self._commit(draft, layout_digest(self.layout), lambda retry, resume_s: part, metadata.captured)
 
     def delta(self, encode: Encode, parent: Manifest, metadata: Metadata, *, changed: int = 0) -> CommittedVersion:
         """Commit blocks that `encode` encodes against `parent` as the version after it.
@@ -353,7 +371,8 @@ class VersionWriter:
                 refs = tuple(each(put_group, groups, waiting=at_once))
             return Part(refs, digest_delta, count)
 
-        committed = self._commit(self._draft("delta", parent, metadata), parent.digest, put)
+        draft = self._draft("delta", parent, metadata)
+        committed = self._commit(draft, parent.digest, put, metadata.captured, encode_s=lambda: encode_s)
         return replace(committed, encode_s=encode_s, put_s=max(0.0, committed.put_s - encode_s))
 
     def _payload_bytes(self, changed: int) -> int:
@@ -389,6 +408,7 @@ class VersionWriter:
                 changed=None,
                 payloads=total.payloads,
                 base=None,
+                timeline=None,
             )
             retry(lambda: self.writer.add_anchor(anchor))
             return anchor
@@ -428,7 +448,17 @@ class VersionWriter:
         payload = write_payload(header, group)
         return retry(lambda: self.writer.put(payload))
 
-    def _commit(self, draft: Manifest, start: StateDigest, put: Put) -> CommittedVersion:
+    def _commit(
+        self,
+        draft: Manifest,
+        start: StateDigest,
+        put: Put,
+        captured: CaptureTime | None,
+        *,
+        encode_s: Callable[[], float] = lambda: 0.0,
+    ) -> CommittedVersion:
+        started_s = time.perf_counter()
+
         def commit(total: Part, retry: Retry) -> tuple[Manifest, bool]:
             manifest = replace(
                 draft,
@@ -436,6 +466,7 @@ class VersionWriter:
                 digest=start + total.digest_delta,
                 changed=total.changed,
                 created_unix_s=int(self.writer.clock()),
+                timeline=None if captured is None else captured.timeline(started_s=started_s, encode_s=encode_s()),
             )
             retry(lambda: self.writer.commit(manifest))
             return manifest, self.is_anchor_due(manifest)

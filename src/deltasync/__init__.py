@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from deltasync.feed.compact import compact
     from deltasync.feed.pins import pin, pins, unpin
-    from deltasync.feed.prune import Pruning, plan_prune, prune
+    from deltasync.feed.prune import Pruning, Retention, plan_prune, prune
     from deltasync.feed.replay import restore
     from deltasync.feed.verify import Verification, verify
     from deltasync.format.digest import StateDigest
@@ -76,6 +76,7 @@ __all__ = [
     "PublishEvent",
     "PublisherOptions",
     "RankError",
+    "Retention",
     "Staged",
     "StateDigest",
     "Status",
@@ -116,7 +117,7 @@ _MODULES = {
     ),
     "deltasync.feed.compact": ("compact",),
     "deltasync.feed.pins": ("pin", "pins", "unpin"),
-    "deltasync.feed.prune": ("Pruning", "plan_prune", "prune"),
+    "deltasync.feed.prune": ("Pruning", "Retention", "plan_prune", "prune"),
     "deltasync.feed.replay": ("restore",),
     "deltasync.feed.verify": ("Verification", "verify"),
     "deltasync.format.digest": ("StateDigest",),

@@ -10,7 +10,7 @@ from support.helpers import State, changed, same_bits, state, write_sharded
 from support.hub import Hub
 
 import deltasync
-from deltasync import ConflictError, NotFoundError, Store, StoreError
+from deltasync import ConflictError, NotFoundError, Retention, Store, StoreError
 from deltasync.feed.log import Log
 from deltasync.feed.writer import Writer
 from deltasync.format import keys
@@ -53,7 +53,7 @@ def use(store: Store, folder: Path) -> None:
     assert deltasync.verify(store, deep=True).is_clean
     for version in (0, 2, 4):
         assert same_bits(restored(store, version, folder), known[version])
-    deltasync.prune(store, deltasync.plan_prune(store, keep_anchors=1, keep_versions=2))
+    deltasync.prune(store, deltasync.plan_prune(store, Retention(anchors=1, versions=2)))
     found = deltasync.verify(store, deep=True)
     assert (found.is_clean, found.restorable, found.pruned) == (True, (3, 4), (0, 1, 2))
     with pytest.raises(NotFoundError):

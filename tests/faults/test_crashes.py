@@ -25,7 +25,7 @@ from known import (
 from support.helpers import State
 
 from deltasync.errors import ConflictError, StoreError
-from deltasync.feed.prune import ORPHAN_S, plan_prune, prune
+from deltasync.feed.prune import ORPHAN_S, Retention, plan_prune, prune
 from deltasync.format import keys
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
@@ -212,14 +212,14 @@ def feed_to_prune() -> tuple[MemoryStore, dict[int, State]]:
 
 
 def do_prune(store: Store) -> None:
-    prune(store, plan_prune(store, keep_anchors=1, keep_versions=3))
+    prune(store, plan_prune(store, Retention(anchors=1, versions=3)))
 
 
 def do_prune_later(store: MemoryStore) -> None:
     """Two days later, by the clock of the store as well."""
     later_s = time.time() + 2 * ORPHAN_S
     store._clock = lambda: later_s
-    prune(store, plan_prune(store, keep_anchors=1, keep_versions=3, clock=lambda: later_s))
+    prune(store, plan_prune(store, Retention(anchors=1, versions=3), clock=lambda: later_s))
 
 
 @pytest.mark.parametrize("kind", ["crash_before", "crash_after"])

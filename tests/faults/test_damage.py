@@ -9,7 +9,7 @@ from support.helpers import State
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
 from deltasync.feed.fetch import fetch_files
 from deltasync.feed.log import Log
-from deltasync.feed.prune import Pruning, plan_prune, prune
+from deltasync.feed.prune import Pruning, Retention, plan_prune, prune
 from deltasync.feed.replay import load
 from deltasync.feed.verify import Verification, verify
 from deltasync.feed.writer import Writer
@@ -36,7 +36,7 @@ def feed() -> Iterator[MemoryStore]:
         for n in range(7):
             publish(store, n, anchor=n in (1, 4))
         add_skip(store, 2, 5, STATES)
-        prune(store, plan_prune(store, keep_anchors=2, keep_versions=3))
+        prune(store, plan_prune(store, Retention(anchors=2, versions=3)))
         assert verify(store, deep=True).restorable == tuple(range(1, 7))
         yield store
 
@@ -236,7 +236,7 @@ def test_flips_in_what_prune_and_verify_read(feed: MemoryStore) -> None:
     """Nothing counts as damaged that is sound in the store, and nothing is pruned that would not be otherwise."""
 
     def use(store: Store) -> tuple[Pruning, bool]:
-        return plan_prune(store, keep_anchors=1, keep_versions=1), verify(store, deep=True).is_clean
+        return plan_prune(store, Retention(anchors=1, versions=1)), verify(store, deep=True).is_clean
 
     counting = FaultyStore(copy_of(feed))
     expected = use(counting)

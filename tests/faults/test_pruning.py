@@ -4,8 +4,10 @@ import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from known import (
@@ -22,9 +24,11 @@ from known import (
 )
 from support.helpers import State, write_sharded
 
+from deltasync.errors import StoreError
 from deltasync.feed.log import LIVE_S, Log
+from deltasync.feed.pins import pin
 from deltasync.feed.plan import plan
-from deltasync.feed.prune import plan_prune, prune
+from deltasync.feed.prune import Pruner, Retention, plan_prune, prune
 from deltasync.feed.replay import replay
 from deltasync.format import keys
 from deltasync.format.sealed import FloorRecord, Heartbeat
@@ -97,7 +101,7 @@ def test_what_is_kept_stays_exact(seed: int) -> None:
     rng = random.Random(seed)
     grown = grow(rng)
     keep_anchors, keep_versions = rng.randint(1, 3), rng.randint(1, 6)
-    found = plan_prune(grown.store, keep_anchors=keep_anchors, keep_versions=keep_versions)
+    found = plan_prune(grown.store, Retention(anchors=keep_anchors, versions=keep_versions))
     before = objects(grown.store, "")
     if rng.random() < 0.5:
         # A publisher commits between the plan and the deletion.
@@ -122,7 +126,7 @@ def test_what_is_kept_stays_exact(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_interrupted_after_each_delete(seed: int, kind: str) -> None:
     grown = grow(random.Random(seed + 100))
-    found = plan_prune(grown.store, keep_anchors=1, keep_versions=2)
+    found = plan_prune(grown.store, Retention(anchors=1, versions=2))
     fault = Fault("crash_before" if kind == "crash_before" else "crash_after")
     done = copy_of(grown.store)
     prune(done, found)
@@ -144,7 +148,7 @@ def test_a_floor_that_lies_deletes_nothing_that_is_kept(recorded: int) -> None:
     for n in states:
         publish(store, n, anchor=n in (3, 6))
     store.put(keys.FLOOR, FloorRecord(recorded).to_bytes())
-    prune(store, plan_prune(store, keep_anchors=2, keep_versions=5))
+    prune(store, plan_prune(store, Retention(anchors=2, versions=5)))
     require_exact(store, states, range(3, 8))
 
 
@@ -163,7 +167,7 @@ def test_an_orphan_that_is_committed_between_plan_and_delete(moment: int | None,
     leave_orphans(store, publish_again)
     for path in (tmp_path / "feed" / "payloads").iterdir():
         os.utime(path, (0, 0))
-    found = plan_prune(store, keep_anchors=1, keep_versions=1)
+    found = plan_prune(store, Retention(anchors=1, versions=1))
     assert found.orphans == len(found.keys) == 2, "the delta and the files"
 
     class Interrupted(WrapperStore):
@@ -191,3 +195,36 @@ def leave_orphans(store: Store, publish_into: Callable[[Store], None]) -> None:
     dying = FaultyStore(store, lambda op: Fault("crash_before") if (op.verb, op.key) == ("create", commit) else None)
     with pytest.raises(Crash):
         publish_into(dying)
+
+
+@pytest.mark.parametrize("kind", ["crash_before", "crash_after", "refuse", "lose"])
+def test_retention_interrupted_at_every_operation(kind: Any) -> None:
+    """With a pin below the floor and a live replica behind it. The result is that of a run that was not interrupted,
+    whether the pruner that remembers goes on or another one."""
+    full, states = MemoryStore(), {n: nth(n) for n in range(9)}
+    for n in states:
+        publish(full, n, anchor=n in (2, 4, 7))
+    for start, end in ((0, 3), (4, 6)):
+        add_skip(full, start, end, states)
+    Log(full).beat(Heartbeat("behind", 5, int(time.time())))
+    pin(full, 3, name="best")
+    retention = Retention(anchors=1, versions=2)
+    done = copy_of(full)
+    counting = FaultyStore(done)
+    Pruner(counting, retention).run()
+    assert set(require_clean(done).restorable) == {0, 3, 7, 8}, "by the skip, which is less than two deltas"
+    for k in range(1, len(counting.operations) + 1):
+        for is_restarted in (False, True):
+            store = copy_of(full)
+            pruner = Pruner(FaultyStore(store, at(k, Fault(kind))), retention)
+            with suppress(Crash, StoreError):
+                pruner.run()
+            found = require_clean(store)
+            assert {3, 7, 8} <= set(found.restorable)
+            require_exact(store, states, found.restorable)
+            (Pruner(store, retention) if is_restarted else pruner).run()
+            left = objects(store, "").keys() - objects(done, "").keys()
+            # What lost its manifest is an orphan, and goes after a day.
+            assert all(keys.parse_payload_key(key) is not None or key.startswith(keys.PROBES) for key in left)
+            assert objects(done, "").items() <= objects(store, "").items()
+            require_exact(store, states, {3, 7, 8})

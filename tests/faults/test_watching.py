@@ -13,7 +13,7 @@ from support.helpers import State, same_bits
 from deltasync.errors import NotFoundError
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
-from deltasync.feed.prune import plan_prune, prune
+from deltasync.feed.prune import Retention, plan_prune, prune
 from deltasync.feed.replay import load, replay, restore
 from deltasync.feed.verify import verify
 from deltasync.format.weights import Weights
@@ -68,7 +68,7 @@ def test_a_replica_sees_whole_versions_only(monkeypatch: pytest.MonkeyPatch) -> 
         publish(watched, n, make, anchor=n in (2, 4))
     add_skip(watched, 0, 3, states)
     add_skip(watched, 4, 6, states)
-    prune(watched, plan_prune(watched, keep_anchors=1, keep_versions=2))
+    prune(watched, plan_prune(watched, Retention(anchors=1, versions=2)))
     assert sorted(set(replica.seen)) == list(range(7))
     assert replica.looks > 50
     assert holds(load(Log(store), Log(store).require_head()), widened(6))
@@ -122,7 +122,7 @@ def prepared() -> tuple[MemoryStore, dict[int, State]]:
 
 
 def do_prune(store: Store) -> None:
-    prune(store, plan_prune(store, keep_anchors=1, keep_versions=2))
+    prune(store, plan_prune(store, Retention(anchors=1, versions=2)))
 
 
 def do_publish(store: Store) -> None:

@@ -29,7 +29,7 @@ from support.helpers import State
 
 from deltasync.errors import ConflictError, StoreError
 from deltasync.feed.log import Log
-from deltasync.feed.prune import plan_prune, prune
+from deltasync.feed.prune import Retention, plan_prune, prune
 from deltasync.feed.writer import LEASE_S, Lease, Writer
 from deltasync.format import keys
 from deltasync.format.sealed import LeaseRecord
@@ -176,7 +176,7 @@ def test_a_stale_writer_changes_nothing(same: bool) -> None:
     for n in range(3, 9):
         publish(store, n, anchor=n == 6)
     add_skip(store, 3, 7, states)
-    prune(store, plan_prune(store, keep_anchors=1, keep_versions=2))
+    prune(store, plan_prune(store, Retention(anchors=1, versions=2)))
     before = objects(store, "")
     for _ in range(2):
         with pytest.raises(ConflictError, match="committed by writer"):

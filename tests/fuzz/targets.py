@@ -23,7 +23,7 @@ from deltasync.checkpoint import open_checkpoint, write_checkpoint
 from deltasync.errors import CorruptError, DeltasyncError
 from deltasync.feed.fetch import fetch_files
 from deltasync.feed.log import Log
-from deltasync.feed.prune import plan_prune
+from deltasync.feed.prune import Retention, plan_prune
 from deltasync.feed.replay import load
 from deltasync.feed.verify import verify
 from deltasync.feed.writer import LeaseRecord
@@ -308,7 +308,7 @@ def read_feed(data: bytes) -> object:
         attempt(lambda version=version: load_version(version))
     attempt(lambda: sorted(fetch_files(store, log.read(3))))
     attempt(lambda: len(verify(store, deep=True).damages))
-    attempt(lambda: plan_prune(store, keep_anchors=1, keep_versions=1) is None)
+    attempt(lambda: plan_prune(store, Retention(anchors=1, versions=1)) is None)
     require({item.key for item in store.list()} == {name or "empty" for name in objects}, "reading changed the store")
     return results
 

@@ -309,6 +309,22 @@ MUTANTS = (
         killers=("tests/unit/test_feed_pins.py::test_the_cheapest_way_to_a_pinned_version_is_kept",),
     ),
     Mutant(
+        name="prune-remembers-a-feed-that-was-replaced",
+        harm="After a roll-back a pruner that runs on takes payloads of new versions for orphans, and deletes them.",
+        path="src/deltasync/feed/survey.py",
+        old="            if version is not None and version >= self.first and by_key.get(key) != item:\n",
+        new="            if version is not None and version < 0:\n",
+        killers=("tests/unit/test_feed_retention.py::test_a_feed_that_was_replaced_is_read_anew",),
+    ),
+    Mutant(
+        name="prune-forgets-what-a-pin-needs",
+        harm="A pruner that runs for long no longer knows the versions that a pin needs, and deletes them.",
+        path="src/deltasync/feed/survey.py",
+        old="            is_settled = version is not None and version < self.first and version not in needed\n",
+        new="            is_settled = version is not None and version < self.first\n",
+        killers=("tests/unit/test_feed_retention.py::test_what_is_remembered_leads_to_the_same_plan",),
+    ),
+    Mutant(
         name="prune-forgets-pins",
         harm="`prune` deletes a version that was pinned to be kept for good.",
         path="src/deltasync/feed/prune.py",
@@ -368,8 +384,8 @@ MUTANTS = (
         name="prune-deletes-what-was-committed",
         harm="A payload that a manifest names since the plan is deleted as an orphan: that version is lost.",
         path="src/deltasync/feed/prune.py",
-        old="            if key not in named | needed and _is_older(store, key, before_unix_s, clock):\n",
-        new="            if _is_older(store, key, before_unix_s, clock):\n",
+        old="            if key not in named | needed and not is_stopping() and ",
+        new="            if ",
         killers=(
             "tests/unit/test_sleeping_processes.py::test_a_pruner_that_sleeps_between_its_plan_and_its_deletions",
         ),

@@ -14,7 +14,7 @@ from support.replicas import TorchTarget, follower
 from support.strategies import random_change
 
 from deltasync.errors import NotFoundError
-from deltasync.feed.prune import plan_prune, prune
+from deltasync.feed.prune import Retention, plan_prune, prune
 from deltasync.format.weights import Weights
 
 ACTIONS = st.one_of(
@@ -64,7 +64,7 @@ class Run:
                 if end - start >= 2 and (start, end) not in feed.log.skips():
                     feed.skip(start, end)
             case "prune":
-                prune(feed.store, plan_prune(feed.store, keep_anchors=int(one or 1), keep_versions=int(two)))
+                prune(feed.store, plan_prune(feed.store, Retention(anchors=int(one or 1), versions=int)(two)))
             case "restart":
                 self.replica.close()
                 self.target = TorchTarget(feed.states[0].layout) if one else self.target

@@ -15,7 +15,7 @@ from deltasync.blocks import overwrite
 from deltasync.errors import DeltasyncError, MismatchError, StoreError
 from deltasync.feed import compact
 from deltasync.feed.log import Log
-from deltasync.feed.prune import plan_prune, prune
+from deltasync.feed.prune import Retention, plan_prune, prune
 from deltasync.feed.replay import load
 from deltasync.feed.verify import verify
 from deltasync.format.layout import Layout
@@ -375,7 +375,7 @@ class Pruner(Actor):
             self.succeeded(process)
             world.referee.begin_pruning(process)
             try:
-                planned = plan_prune(store, keep_anchors=config.keep_anchors, keep_versions=config.keep_versions)
+                planned = plan_prune(store, Retention(anchors=config.keep_anchors, versions=config.keep_versions))
                 prune(store, planned)
                 world.count("prunes")
                 self.is_done = is_last

@@ -13,7 +13,7 @@ from deltasync.errors import CorruptError, DeltasyncError
 from deltasync.feed.fetch import PART_BYTES, fetch, fetch_files
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
-from deltasync.feed.prune import plan_prune
+from deltasync.feed.prune import Retention, plan_prune
 from deltasync.feed.replay import load, open_start
 from deltasync.feed.verify import verify
 from deltasync.feed.writer import Lease, Writer
@@ -114,7 +114,7 @@ def test_a_survey_reads_no_manifest_whole() -> None:
     assert damage.error.rule == "manifest.size"
     store.read_bytes = 0
     with pytest.raises(CorruptError) as caught:
-        plan_prune(store, keep_anchors=1, keep_versions=1)
+        plan_prune(store, Retention(anchors=1, versions=1))
     assert caught.value.key == keys.version_key(0)
 
 

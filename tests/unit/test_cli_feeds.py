@@ -719,3 +719,22 @@ def test_pins_that_are_refused(argv: list[str], code: int, place: Path, capsys: 
     assert run(*argv) == code
     assert "\x1b" not in capsys.readouterr().err
     assert [path.name for path in (place / "feed" / "pins").iterdir()] == ["best.json"]
+
+
+def test_prune_follows_a_feed(place: Path, capsys: Out) -> None:
+    """Until SIGTERM: it deletes what new versions make superfluous, and prints what."""
+    assert run("prune", "feed", *KEEP_ONE, "--follow") == 1
+    assert "add --yes" in capsys.readouterr().err
+    options = ["--yes", "--follow", "--every-s", "0.1", "--json"]
+    argv = [sys.executable, "-m", "deltasync", "prune", "feed", *KEEP_ONE, *options]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["floor"] == 3
+        assert run("publish", "feed", "c5", "--anchor") == 0
+        second = json.loads(process.stdout.readline())
+        assert second.keys() == {"time_unix_s", "deleted_objects", "payload_bytes", "floor", "held_by", "pinned"}
+        assert (second["floor"], second["deleted_objects"] > 0) == (5, True)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    capsys.readouterr()
+    assert run("verify", "feed", "--deep") == 0

@@ -228,7 +228,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["lo"], {"log"}),
         (["s"], {"show", "status", "serve"}),
         (["log", "--p"], {"--plain"}),
-        (["prune", "--keep"], {"--keep-anchors", "--keep-versions"}),
+        (["prune", "--keep"], {"--keep-anchors", "--keep-versions", "--keep-s"}),
         (["serve", "--pause", ""], {"keep", "abort", "wait"}),
         (["completion", ""], {"bash", "zsh", "fish"}),
         (["digest", "ck"], {"ckpt.safetensors", "ckpts"}),

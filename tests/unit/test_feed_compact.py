@@ -14,7 +14,7 @@ from deltasync.errors import CorruptError, InvalidInputError, NotFoundError, Sto
 from deltasync.feed.compact import LATE_S, Compactor
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
-from deltasync.feed.prune import ORPHAN_S, plan_prune, prune
+from deltasync.feed.prune import ORPHAN_S, Retention, plan_prune, prune
 from deltasync.feed.replay import replay, zeros
 from deltasync.format import keys
 from deltasync.format.weights import Weights
@@ -175,7 +175,7 @@ def test_a_store_without_create_if_absent_needs_no_lease() -> None:
 def test_what_was_pruned_gets_no_skip() -> None:
     feed = Feed.of(9)
     feed.late_anchor(5)
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
     compact(feed.store, levels=LEVELS)
     assert skips(feed.store) == expected(8, first=5)
     assert verify(feed.store, deep=True).is_clean
@@ -185,7 +185,7 @@ def test_prune_removes_skips_below_the_floor_with_their_payloads() -> None:
     feed = Feed.of(9)
     compact(feed.store, levels=LEVELS)
     feed.late_anchor(8)
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
     assert skips(feed.store) == []
     assert verify(feed.store, deep=True).is_clean
     assert compact(feed.store, levels=LEVELS) == ()
@@ -207,7 +207,7 @@ def test_it_goes_on_where_the_versions_before_it_were_pruned() -> None:
         feed.delta()
     list(itertools.islice(compactor.advance(), 1))
     feed.late_anchor(7)
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
     list(compactor.advance())
     assert skips(feed.store) == []
     feed.delta()
@@ -259,7 +259,7 @@ class SleepyStore(SpyStore):
         if self.sleeps_at == verb:
             self.sleeps_at = ""
             self.now_s += 2 * ORPHAN_S
-            pruning = plan_prune(self, keep_anchors=1, keep_versions=100, clock=lambda: self.now_s)
+            pruning = plan_prune(self, Retention(anchors=1, versions=100), clock=lambda: self.now_s)
             assert pruning.orphans
             prune(self, pruning, clock=lambda: self.now_s)
 

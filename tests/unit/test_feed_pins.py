@@ -15,7 +15,7 @@ from deltasync.errors import (
     NotFoundError,
 )
 from deltasync.feed.pins import pin, pins, unpin
-from deltasync.feed.prune import ORPHAN_S, plan_prune, prune
+from deltasync.feed.prune import ORPHAN_S, Retention, plan_prune, prune
 from deltasync.feed.replay import load, plan_restore
 from deltasync.feed.verify import verify
 from deltasync.format import keys, limits
@@ -32,7 +32,7 @@ def anchored(versions: int = 12, anchors: tuple[int, ...] = (4, 8)) -> Feed:
 
 
 def prune_to_newest(feed: Feed) -> None:
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
 
 
 # --- pins as records --------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_version_that_is_gone_cannot_be_pinned() -> None:
 def test_a_prune_that_was_planned_before_the_pin() -> None:
     """The pin comes before the deletion: what it needs stays. It comes after the floor was raised: it is refused."""
     feed = anchored()
-    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+    found = plan_prune(feed.store, Retention(anchors=1, versions=1))
     pin(feed.store, 5)
     stayed = prune(feed.store, found)
     assert keys.anchor_key(4) in stayed

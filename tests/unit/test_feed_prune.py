@@ -6,7 +6,7 @@ from support.feeds import NOW_UNIX_S, Feed, SpyStore, flip, paper, same_weights,
 
 from deltasync.errors import CorruptError, InvalidInputError
 from deltasync.feed.log import LIVE_S, Log
-from deltasync.feed.prune import ORPHAN_S, Pruning, plan_prune, prune
+from deltasync.feed.prune import ORPHAN_S, Pruning, Retention, plan_prune, prune
 from deltasync.feed.replay import load
 from deltasync.feed.verify import verify
 from deltasync.feed.writer import Writer
@@ -70,7 +70,7 @@ def store_for(case: Case) -> SpyStore:
     chain = [paper("delta", v, 10) for v in range(1, case.head + 1)]
     store = filled(first, *chain, late=tuple(paper("anchor", v, 100) for v in case.anchors if v))
     if case.before:
-        earlier = plan_prune(store, keep_anchors=sum(v >= case.before for v in case.anchors), keep_versions=1)
+        earlier = plan_prune(store, Retention(anchors=sum(v >= case.before for v in case.anchors), versions=1))
         assert earlier.floor == case.before
         prune(store, earlier)
     return store
@@ -79,14 +79,14 @@ def store_for(case: Case) -> SpyStore:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_floor(case: Case) -> None:
     store = store_for(case)
-    found = plan_prune(store, keep_anchors=case.keep_anchors, keep_versions=case.keep_versions)
+    found = plan_prune(store, Retention(anchors=case.keep_anchors, versions=case.keep_versions))
     assert found.floor == case.floor
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_what_is_kept_can_be_restored_and_nothing_else_stays(case: Case) -> None:
     store = store_for(case)
-    found = plan_prune(store, keep_anchors=case.keep_anchors, keep_versions=case.keep_versions)
+    found = plan_prune(store, Retention(anchors=case.keep_anchors, versions=case.keep_versions))
     prune(store, found)
     checked = verify(store)
     assert checked.is_clean
@@ -101,12 +101,12 @@ def test_what_is_kept_can_be_restored_and_nothing_else_stays(case: Case) -> None
 @pytest.mark.parametrize(("keep_anchors", "keep_versions"), [(0, 1), (1, 0), (-1, 1), (0, 0)])
 def test_something_is_always_kept(keep_anchors: int, keep_versions: int) -> None:
     with pytest.raises(InvalidInputError):
-        plan_prune(SpyStore(), keep_anchors=keep_anchors, keep_versions=keep_versions)
+        plan_prune(SpyStore(), Retention(anchors=keep_anchors, versions=keep_versions))
 
 
 def test_an_empty_feed() -> None:
     store = SpyStore()
-    found = plan_prune(store, keep_anchors=1, keep_versions=1)
+    found = plan_prune(store, Retention(anchors=1, versions=1))
     assert found == Pruning(floor=0, keys=(), payload_bytes=0, orphans=0, held_by=())
     prune(store, found)
     assert list(store.list()) == []
@@ -121,7 +121,7 @@ def test_an_anchor_whose_payloads_are_not_whole_does_not_count(how: str) -> None
         feed.store.delete(key)
     else:
         feed.store.put(key, feed.store.get(key)[:-1])
-    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+    found = plan_prune(feed.store, Retention(anchors=1, versions=1))
     assert found.floor == 0
     prune(feed.store, found)
     assert same_weights(load(feed.log, feed.log.read(5)), feed.states[5])
@@ -133,9 +133,9 @@ def test_a_version_that_needs_what_would_be_deleted() -> None:
     feed.store.delete(feed.payload_keys(feed.log.read(9))[0])
     assert same_weights(load(feed.log, feed.log.read(9)), feed.states[9])
     with pytest.raises(CorruptError) as caught:
-        plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+        plan_prune(feed.store, Retention(anchors=1, versions=1))
     assert (caught.value.rule, caught.value.key) == ("prune.damaged", keys.version_key(9))
-    assert plan_prune(feed.store, keep_anchors=2, keep_versions=1).floor == 4
+    assert plan_prune(feed.store, Retention(anchors=2, versions=1)).floor == 4
 
 
 # --- what goes --------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def skipping() -> Feed:
 
 def test_real_weights_after_a_prune() -> None:
     feed = skipping()
-    found = plan_prune(feed.store, keep_anchors=2, keep_versions=1)
+    found = plan_prune(feed.store, Retention(anchors=2, versions=1))
     prune(feed.store, found)
     for version in range(4, 10):
         assert same_weights(load(feed.log, feed.log.read(version)), feed.states[version])
@@ -164,7 +164,7 @@ def test_real_weights_after_a_prune() -> None:
 def test_planning_deletes_nothing_and_lists_everything() -> None:
     feed = skipping()
     before = {info.key: info.nbytes for info in feed.store.list()}
-    found = plan_prune(feed.store, keep_anchors=2, keep_versions=1)
+    found = plan_prune(feed.store, Retention(anchors=2, versions=1))
     assert {info.key: info.nbytes for info in feed.store.list()} == before
     prune(feed.store, found)
     after = {info.key for info in feed.store.list()}
@@ -187,7 +187,7 @@ def test_planning_deletes_nothing_and_lists_everything() -> None:
 
 def test_the_floor_first_then_manifests_then_payloads() -> None:
     feed = skipping()
-    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+    found = plan_prune(feed.store, Retention(anchors=1, versions=1))
     assert isinstance(feed.store, SpyStore)
     feed.store.took()
     prune(feed.store, found)
@@ -216,22 +216,22 @@ def test_an_interrupted_prune_can_be_repeated(after: int) -> None:
     feed.late_anchor(4)
     feed.skip(0, 2)
     store.left = after
-    found = plan_prune(store, keep_anchors=1, keep_versions=1)
+    found = plan_prune(store, Retention(anchors=1, versions=1))
     try:
         prune(store, found)
     except KeyboardInterrupt:
         assert verify(store).is_clean
     store.left = None
-    prune(store, plan_prune(store, keep_anchors=1, keep_versions=1))
+    prune(store, plan_prune(store, Retention(anchors=1, versions=1)))
     assert verify(store, deep=True).restorable == (4, 5)
-    assert plan_prune(store, keep_anchors=1, keep_versions=1).keys == ()
+    assert plan_prune(store, Retention(anchors=1, versions=1)).keys == ()
 
 
 def test_twice_is_once() -> None:
     feed = skipping()
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
     before = {info.key for info in feed.store.list()}
-    again = plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+    again = plan_prune(feed.store, Retention(anchors=1, versions=1))
     assert again.keys == ()
     prune(feed.store, again)
     assert {info.key for info in feed.store.list()} == before
@@ -239,8 +239,8 @@ def test_twice_is_once() -> None:
 
 def test_an_older_plan_does_not_lower_the_floor() -> None:
     feed = skipping()
-    older = plan_prune(feed.store, keep_anchors=2, keep_versions=1)
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
+    older = plan_prune(feed.store, Retention(anchors=2, versions=1))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
     prune(feed.store, older)
     assert feed.log.floor() == 8
 
@@ -248,7 +248,7 @@ def test_an_older_plan_does_not_lower_the_floor() -> None:
 def test_a_publisher_at_work() -> None:
     """What is published between the plan and its execution is not touched."""
     feed = skipping()
-    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+    found = plan_prune(feed.store, Retention(anchors=1, versions=1))
     feed.delta()
     feed.late_anchor(10)
     feed.delta(feed.states[-1])
@@ -263,7 +263,7 @@ def test_weights_that_come_back_are_not_shared_with_what_goes() -> None:
     feed = Feed.of(6)
     feed.delta(feed.states[0])
     feed.late_anchor(6)
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
     assert same_weights(load(feed.log, feed.log.read(6)), feed.states[0])
 
 
@@ -275,7 +275,7 @@ def test_files_beside_the_weights_stay() -> None:
         manifest = feed.log.read(version)
         feed.store.put(keys.version_key(version), replace(manifest, files=old if version < 3 else new).to_bytes())
     feed.late_anchor(5)
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
     for ref in (old, new):
         assert feed.store.get(keys.payload_key(ref.sha256))
     assert verify(feed.store, deep=True).is_clean
@@ -284,7 +284,7 @@ def test_files_beside_the_weights_stay() -> None:
 def test_a_late_publisher_finds_its_version_taken() -> None:
     """The manifests of pruned versions are the fence."""
     feed = skipping()
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
     assert feed.store.create(keys.version_key(1), b"") is False
     assert Writer(feed.store).open() == feed.head
 
@@ -322,7 +322,7 @@ def test_live_replicas_keep_the_deltas_that_they_need(
     feed = skipping()
     for beat in beats:
         put_beat(feed, beat)
-    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1, clock=lambda: float(NOW_UNIX_S))
+    found = plan_prune(feed.store, Retention(anchors=1, versions=1), clock=lambda: float(NOW_UNIX_S))
     assert (found.floor, found.held_by) == (8, held_by)
     prune(feed.store, found)
     there = {info.key for info in feed.store.list()}
@@ -338,9 +338,9 @@ def test_a_replica_that_caught_up_lets_go() -> None:
     feed = skipping()
     clock = lambda: float(NOW_UNIX_S)  # noqa: E731
     put_beat(feed, Heartbeat("a", 1, NOW_UNIX_S))
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1, clock=clock))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1), clock=clock))
     put_beat(feed, Heartbeat("a", 9, NOW_UNIX_S))
-    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1, clock=clock)
+    found = plan_prune(feed.store, Retention(anchors=1, versions=1), clock=clock)
     assert found.keys
     prune(feed.store, found)
     assert len(list(feed.store.list(keys.PAYLOADS))) == 2
@@ -356,7 +356,7 @@ def test_orphans_get_a_day(age_s: float, goes: bool) -> None:
     feed.store.put("payloads/readme.txt", b"not ours")
     assert isinstance(feed.store, SpyStore)
     feed.store.age(keys.payload_key(ref.sha256), time.time() - age_s)
-    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+    found = plan_prune(feed.store, Retention(anchors=1, versions=1))
     assert found.orphans == int(goes)
     assert found.keys == ((keys.payload_key(ref.sha256),) if goes else ())
     assert found.payload_bytes == (len(b"left behind") if goes else 0)
@@ -371,7 +371,7 @@ def test_an_orphan_that_is_put_again_after_the_plan_stays() -> None:
     assert isinstance(feed.store, SpyStore)
     for ref in refs:
         feed.store.age(keys.payload_key(ref.sha256), time.time() - ORPHAN_S - 60)
-    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+    found = plan_prune(feed.store, Retention(anchors=1, versions=1))
     assert found.orphans == 2
     feed.store.put(keys.payload_key(refs[0].sha256), b"comes back")
     feed.store.took()
@@ -385,7 +385,7 @@ def test_an_orphan_that_is_put_again_after_the_plan_stays() -> None:
 def test_an_invented_floor_deletes_nothing(version: int) -> None:
     feed = Feed.of(6)
     feed.store.put(keys.FLOOR, FloorRecord(version).to_bytes())
-    found = plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+    found = plan_prune(feed.store, Retention(anchors=1, versions=1))
     assert found.keys == ()
     prune(feed.store, found)
     assert same_weights(load(feed.log, feed.log.read(5)), feed.states[5])
@@ -406,7 +406,7 @@ def test_a_payload_that_is_named_while_it_is_planned_is_no_orphan() -> None:
     store = Committing()
     feed = Feed.of(3, store)
     store.feed = feed
-    found = plan_prune(store, keep_anchors=1, keep_versions=1)
+    found = plan_prune(store, Retention(anchors=1, versions=1))
     assert (found.keys, found.orphans) == ((), 0)
     assert len(feed.states) == 4
 
@@ -436,7 +436,7 @@ def test_a_damaged_feed_is_left_alone(damage: object, key: str) -> None:
     assert isinstance(feed.store, SpyStore)
     feed.store.took()
     with pytest.raises(CorruptError) as caught:
-        plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+        plan_prune(feed.store, Retention(anchors=1, versions=1))
     assert caught.value.key == key
     assert caught.value.rule == "prune.damaged"
     assert caught.value.hint
@@ -447,14 +447,14 @@ def test_a_junk_heartbeat_does_not_stop_a_prune() -> None:
     feed = skipping()
     feed.store.put(keys.replica_key("junk"), b"{")
     feed.store.put(keys.replica_key("lying"), Heartbeat("another", 0, NOW_UNIX_S).to_bytes())
-    assert plan_prune(feed.store, keep_anchors=1, keep_versions=1).held_by == ()
+    assert plan_prune(feed.store, Retention(anchors=1, versions=1)).held_by == ()
 
 
 def test_damaged_payloads_do_not_stop_a_prune() -> None:
     feed = skipping()
     flip(feed.store, feed.payload_keys(feed.log.read(2))[0])
     feed.store.delete(feed.payload_keys(feed.log.read(3))[0])
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
     assert verify(feed.store, deep=True).is_clean
 
 
@@ -470,5 +470,5 @@ def test_a_store_that_fails_half_way_is_reported() -> None:
     feed.late_anchor(4)
     before = [info.key for info in store.list()]
     with pytest.raises(CorruptError):
-        prune(store, plan_prune(store, keep_anchors=1, keep_versions=1))
+        prune(store, plan_prune(store, Retention(anchors=1, versions=1)))
     assert [info.key for info in store.list()] == before

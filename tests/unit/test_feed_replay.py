@@ -10,7 +10,7 @@ from support.helpers import state
 
 from deltasync.errors import CorruptError, DeltasyncError, NotFoundError
 from deltasync.feed.fetch import fetch
-from deltasync.feed.prune import plan_prune, prune
+from deltasync.feed.prune import Retention, plan_prune, prune
 from deltasync.feed.replay import load
 from deltasync.format import keys
 from deltasync.format.sealed import FloorRecord
@@ -164,7 +164,7 @@ def test_without_any_plan_the_first_error_is_raised() -> None:
 def test_a_pruned_version_says_that_it_was_pruned() -> None:
     feed = Feed.of(6)
     feed.late_anchor(3)
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
     assert same_weights(restored(feed), feed.states[5])
     for version in range(3):
         found = refused(feed, feed.log.read(version))

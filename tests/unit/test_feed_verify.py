@@ -12,7 +12,7 @@ from support.helpers import changed, resealed, state, write_sharded
 from deltasync import blocks
 from deltasync.errors import CorruptError, DeltasyncError
 from deltasync.feed.plan import Edge
-from deltasync.feed.prune import plan_prune, prune
+from deltasync.feed.prune import Retention, plan_prune, prune
 from deltasync.feed.replay import load
 from deltasync.feed.survey import reachable
 from deltasync.feed.verify import Verification, verify
@@ -250,7 +250,7 @@ def test_files_take_every_version_that_names_them() -> None:
 @DEPTHS
 def test_pruned_is_not_lost(deep: bool) -> None:
     feed = feed_of_8()
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
     found = verify(feed.store, deep=deep)
     assert found.is_clean
     assert (found.pruned, found.restorable, found.lost) == ((0, 1, 2, 3), (4, 5, 6, 7), ())
@@ -259,7 +259,7 @@ def test_pruned_is_not_lost(deep: bool) -> None:
 @DEPTHS
 def test_damage_above_the_floor_is_lost(deep: bool) -> None:
     feed = feed_of_8()
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=1))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
     feed.store.delete(payload_of(feed, A(4)))
     found = verify(feed.store, deep=deep)
     assert (found.pruned, found.restorable, found.lost) == ((0, 1, 2, 3), (), (4, 5, 6, 7))
@@ -378,7 +378,7 @@ def test_a_version_far_away_is_no_endless_walk() -> None:
     assert found.damages[0].error.message == f"versions 3 to {2**62 - 1} are missing"
     assert found.restorable == (0, 1, 2)
     with pytest.raises(CorruptError):
-        plan_prune(feed.store, keep_anchors=1, keep_versions=1)
+        plan_prune(feed.store, Retention(anchors=1, versions=1))
 
 
 @DEPTHS
@@ -410,7 +410,7 @@ def test_a_floor_that_rises_while_the_feed_is_read() -> None:
                 for _ in range(3):
                     feed.delta()
                 feed.late_anchor(5)
-                prune(self, plan_prune(self, keep_anchors=1, keep_versions=1))
+                prune(self, plan_prune(self, Retention(anchors=1, versions=1)))
             return super().list(prefix, after=after)
 
     store = Rising()

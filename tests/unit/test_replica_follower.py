@@ -22,7 +22,7 @@ from support.replicas import (
 
 from deltasync.errors import InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.plan import plan
-from deltasync.feed.prune import plan_prune, prune
+from deltasync.feed.prune import Retention, plan_prune, prune
 from deltasync.feed.replay import zeros
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef
@@ -70,7 +70,7 @@ def test_one_version_takes_few_requests() -> None:
 
 
 def prune_to(feed: Feed, *, versions: int) -> None:
-    prune(feed.store, plan_prune(feed.store, keep_anchors=1, keep_versions=versions))
+    prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=versions)))
 
 
 def skips(feed: Feed) -> None:

@@ -12,7 +12,7 @@ from support.publishing import LONG_S, publish, publisher
 from deltasync.blocks import encode_changes
 from deltasync.errors import StoreError
 from deltasync.feed.log import Log
-from deltasync.feed.prune import ORPHAN_S, plan_prune, prune
+from deltasync.feed.prune import ORPHAN_S, Retention, plan_prune, prune
 from deltasync.feed.verify import verify
 from deltasync.feed.writer import Writer, probe_clock
 from deltasync.format import keys
@@ -66,7 +66,7 @@ class SleepyStore(SpyStore):
 
 def run_prune(store: SleepyStore) -> None:
     """Only orphans go."""
-    prune(store, plan_prune(store, keep_anchors=9, keep_versions=1, clock=store.clock), clock=store.clock)
+    prune(store, plan_prune(store, Retention(anchors=9, versions=1), clock=store.clock), clock=store.clock)
 
 
 def sleep(store: SleepyStore, days: float, *, then: Callable[[], object] = lambda: None) -> Callable[[], None]:
@@ -99,7 +99,7 @@ def test_a_pruner_that_sleeps_while_it_plans(prefix: str, when: str) -> None:
         store.now_s += 1.5 * DAY_S
 
     hooks["list", prefix] = commit_and_sleep
-    plan = plan_prune(store, keep_anchors=9, keep_versions=1, clock=store.clock)
+    plan = plan_prune(store, Retention(anchors=9, versions=1), clock=store.clock)
     assert not hooks, "it slept"
     assert plan.orphans == 0
     prune(store, plan, clock=store.clock)
@@ -125,7 +125,7 @@ def test_orphans_go_after_a_day_by_the_clock_of_the_store() -> None:
 def test_a_pruner_that_sleeps_between_its_plan_and_its_deletions() -> None:
     store = SleepyStore()
     _, commit = orphaned(store)
-    plan = plan_prune(store, keep_anchors=1, keep_versions=1, clock=store.clock)
+    plan = plan_prune(store, Retention(anchors=1, versions=1), clock=store.clock)
     assert plan.orphans > 0
     commit()
     store.now_s += 2 * DAY_S
@@ -136,7 +136,7 @@ def test_a_pruner_that_sleeps_between_its_plan_and_its_deletions() -> None:
 def test_a_pruner_that_sleeps_between_a_look_and_its_deletion() -> None:
     store = SleepyStore()
     feed, commit = orphaned(store)
-    plan = plan_prune(store, keep_anchors=1, keep_versions=1, clock=store.clock)
+    plan = plan_prune(store, Retention(anchors=1, versions=1), clock=store.clock)
     store.after["list", plan.keys[-1]] = sleep(store, 2, then=commit)
     kept = prune(store, plan, clock=store.clock)
     assert plan.keys[-1] in kept
@@ -150,7 +150,7 @@ def test_a_pruner_whose_clock_is_ahead(ahead_s: float) -> None:
     store = SleepyStore()
     feed = Feed.of(3, store)
     refs, _ = put_anchor(feed.writer, feed.states[2], 2)
-    plan = plan_prune(store, keep_anchors=1, keep_versions=1, clock=lambda: store.now_s + ahead_s)
+    plan = plan_prune(store, Retention(anchors=1, versions=1), clock=lambda: store.now_s + ahead_s)
     prune(store, plan, clock=lambda: store.now_s + ahead_s)
     assert {item.key for item in store.list(keys.PAYLOADS)} >= {keys.payload_key(ref.sha256) for ref in refs}
 

@@ -21,6 +21,7 @@ from deltasync import (
     NotFoundError,
     Publication,
     PublishEvent,
+    Retention,
     Staged,
     StateDigest,
     Store,
@@ -48,7 +49,7 @@ def checkpoints(feed: str | Path | Store) -> Manifest:
     assert restored.digest == digest
     skips: tuple[Manifest, ...] = deltasync.compact(feed, levels=(4, 16))
     print(len(skips))
-    pruning = deltasync.plan_prune(feed, keep_anchors=2, keep_versions=100)
+    pruning = deltasync.plan_prune(feed, Retention(anchors=2, versions=100))
     deltasync.prune(feed, pruning)
     return restored
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,7 +31,7 @@ from deltasync.errors import CorruptError, InvalidInputError, NotFoundError
 from deltasync.feed.compact import LEVELS, Compactor
 from deltasync.feed.log import READ_THREADS, Log, manifest_key
 from deltasync.feed.plan import Plan
-from deltasync.feed.prune import plan_prune
+from deltasync.feed.prune import Pruner, Pruning, Retention, plan_prune
 from deltasync.feed.prune import prune as delete
 from deltasync.feed.replay import plan_restore
 from deltasync.feed.replay import restore as write
@@ -323,10 +324,20 @@ def restore(args: argparse.Namespace, out: Output) -> None:
 
 def prune(args: argparse.Namespace, out: Output) -> None:
     """Delete old versions, or list what that would delete."""
+    retention = Retention(
+        anchors=args.keep_anchors, versions=args.keep_versions, age_s=args.keep_s, every_s=args.every_s
+    )
+    if args.follow and not args.yes:
+        raise InvalidInputError(
+            "--follow deletes without asking", hint="add --yes, or leave out --follow to look first"
+        )
+    if args.follow:
+        _prune_and_follow(args, out, retention)
+        return
     with opened(args.url) as store:
         # A mistyped URL must not look as if there were nothing to delete.
         Log(store).require_head()
-        pruning = plan_prune(store, keep_anchors=args.keep_anchors, keep_versions=args.keep_versions)
+        pruning = plan_prune(store, retention)
         stay = delete(store, pruning) if args.yes else ()
     if out.is_json:
         unnamed = set(pruning.keys[len(pruning.keys) - pruning.orphans :])
@@ -357,6 +368,45 @@ def prune(args: argparse.Namespace, out: Output) -> None:
     out.line(f"{objects} {done}; versions from {pruning.floor} on stay", indent="  ")
 
 
+def _prune_and_follow(args: argparse.Namespace, out: Output, retention: Retention) -> None:
+    """Prune again and again until SIGINT or SIGTERM, and print what each run has deleted."""
+    with opened(args.url) as store:
+        pruner, loop = Pruner(store, retention), Loop()
+        log, due_s = Log(store), 0.0
+
+        def step() -> bool:
+            nonlocal due_s
+            if time.monotonic() < due_s:
+                return False
+            log.require_head()
+            pruning, stay = pruner.run(is_stopping=lambda: loop.is_stopping)
+            due_s = time.monotonic() + retention.every_s
+            if len(pruning.keys) > len(stay):
+                _print_run(out, pruning, stay)
+            return False
+
+        _run_until_signal(loop, step)
+
+
+def _print_run(out: Output, pruning: Pruning, stay: Sequence[str]) -> None:
+    now_unix_s, deleted = time.time(), len(pruning.keys) - len(stay)
+    if out.is_json:
+        counts = {"deleted_objects": deleted, "payload_bytes": pruning.payload_bytes, "floor": pruning.floor}
+        names = {"held_by": list(pruning.held_by), "pinned": list(pruning.pinned)}
+        out.json_line({"time_unix_s": round(now_unix_s, 3), **counts, **names})
+        return
+    held = f"; {count_text(len(pruning.held_by), 'replica')} behind" if pruning.held_by else ""
+    objects = f"{count_text(deleted, 'object')}, {size_text(pruning.payload_bytes)} deleted"
+    out.line(f"{time_text(now_unix_s)}  {objects}; versions from {pruning.floor} on stay{held}", indent=" " * 21)
+    sys.stdout.flush()
+
+
+def _run_until_signal(loop: Loop, step: Callable[[], bool]) -> None:
+    """Run the loop in a thread of its own: a signal handler that runs in this one must not meet a lock of the loop."""
+    with ThreadPoolExecutor(1) as pool, calling_on_signal(loop.stop):
+        pool.submit(loop.run, step, lambda error: None).result()
+
+
 def compact(args: argparse.Namespace, out: Output) -> None:
     """Write the skips that are missing, and print each as it is committed; as JSON all at once, unless it follows."""
     written: list[Manifest] = []
@@ -374,9 +424,7 @@ def compact(args: argparse.Namespace, out: Output) -> None:
             return len(written) > before
 
         if args.follow:
-            # In a thread of its own: a handler that runs in this one must not meet a lock of the loop.
-            with ThreadPoolExecutor(1) as pool, calling_on_signal(loop.stop):
-                pool.submit(loop.run, step, lambda error: None).result()
+            _run_until_signal(loop, step)
         else:
             step()
     if not out.is_json:

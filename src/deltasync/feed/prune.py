@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, NotFoundError
+from deltasync.arguments import instance, seconds, whole_number
+from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
 from deltasync.feed.log import READ_THREADS, Log, is_live, read_manifest
 from deltasync.feed.plan import Edge, cheapest
-from deltasync.feed.survey import ORPHAN_S, Survey, is_given_up, manifest_keys, reachable, survey
+from deltasync.feed.survey import ORPHAN_S, Known, Survey, is_given_up, manifest_items, reachable, survey
 from deltasync.feed.writer import probe_clock
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
@@ -26,6 +27,29 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 60
 """An orphan is deleted within this time after the listing that shows its age. Otherwise it is listed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What stays of a feed when it is pruned. What live replicas and pinned versions need stays in any case.
+
+    `anchors`: at least this many of the newest anchors; a base counts as one.
+    `versions`: at least this many of the newest versions can be restored.
+    `age_s`: so can every version that was committed within this time, by the store's clock.
+    `every_s`: how often a publisher, and `deltasync prune --follow`, delete what need not stay.
+    """
+
+    anchors: int = 2
+    versions: int = 100
+    age_s: float | None = None
+    every_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        whole_number("anchors", self.anchors, least=1)
+        whole_number("versions", self.versions, least=1)
+        if self.age_s is not None:
+            seconds("age_s", self.age_s)
+        seconds("every_s", self.every_s, is_zero_allowed=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +88,60 @@ class Pruning:
         }
 
 
-def plan_prune(feed: Feed, *, keep_anchors: int, keep_versions: int, clock: Callable[[], float] = time.time) -> Pruning:
-    """What `prune` would delete so that `keep_versions` versions and at least `keep_anchors` anchors remain.
-
-    Bases count as anchors. CorruptError if the feed is damaged: nothing is deleted then.
-    """
-    if keep_anchors < 1 or keep_versions < 1:
-        raise InvalidInputError(
-            f"keep_anchors and keep_versions must be at least 1, not {keep_anchors} and {keep_versions}"
-        )
+def plan_prune(feed: Feed, retention: Retention, *, clock: Callable[[], float] = time.time) -> Pruning:
+    """What `prune` would delete of a feed. CorruptError if the feed is damaged: nothing is deleted then."""
+    instance("retention", retention, Retention, hint="Retention(anchors=2, versions=100), from deltasync")
     with opened(feed) as store:
-        # Read before everything else: a payload that is put and committed while this process sleeps is young.
-        started_unix_s = clock()
-        log = Log(store)
-        contents = survey(log)
-        _require_readable(contents)
-        floor = _floor(contents, keep_anchors=keep_anchors, keep_versions=keep_versions)
-        live = [beat for beat in log.heartbeats() if is_live(beat, clock())]
+        return _plan(Log(store), retention, clock)[0]
+
+
+def _plan(
+    log: Log, retention: Retention, clock: Callable[[], float], known: Known | None = None
+) -> tuple[Pruning, list[Edge], Survey]:
+    """The plan, the edges that stay, and what it was made from."""
+    # Read before everything else: a payload that is put and committed while this process sleeps is young.
+    started_unix_s = clock()
+    contents = survey(log, known)
+    _require_readable(contents)
+    floor = _floor(contents, retention, started_unix_s)
+    live = [beat for beat in log.heartbeats() if is_live(beat, clock())]
     behind = [beat for beat in live if beat.version is not None and beat.version < floor]
-    return _pruning(contents, floor, behind, orphans_before_unix_s=started_unix_s - ORPHAN_S)
+    pruning, kept = _pruning(contents, floor, behind, orphans_before_unix_s=started_unix_s - ORPHAN_S)
+    return pruning, kept, contents
 
 
-def prune(feed: Feed, pruning: Pruning, *, clock: Callable[[], float] = time.time) -> tuple[str, ...]:
+class Pruner:
+    """Prunes a feed again and again. Manifests that were read are remembered, so that a run reads only new ones."""
+
+    def __init__(self, store: Store, retention: Retention, *, clock: Callable[[], float] = time.time) -> None:
+        self._log = Log(store)
+        self._retention = retention
+        self._clock = clock
+        self._known = Known()
+
+    def run(self, *, is_stopping: Callable[[], bool] = lambda: False) -> tuple[Pruning, tuple[str, ...]]:
+        """Delete what need not stay; returns the plan, and the keys of it that stay after all.
+
+        After an error, or if `is_stopping` has ended it early, the next run deletes the rest.
+        """
+        pruning, kept, contents = _plan(self._log, self._retention, self._clock, self._known)
+        self._known.forget(contents, kept)
+        return pruning, prune(self._log.store, pruning, clock=self._clock, is_stopping=is_stopping)
+
+
+def prune(
+    feed: Feed,
+    pruning: Pruning,
+    *,
+    clock: Callable[[], float] = time.time,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> tuple[str, ...]:
     """Delete what `plan_prune` chose. A publisher may run at the same time; repeat it after an interruption.
 
     The floor is raised first, so that readers can explain what is missing. Manifests are deleted before their payloads,
     so that no manifest names a payload that was deleted. Returns the keys that stay after all: orphans that were put
     within a day by the store's own clock, or that a manifest names by now, and what a version needs that was pinned
-    after the plan was made.
+    after the plan was made. `is_stopping` is called before each deletion: if it returns True, the rest stays, too.
     """
     first_orphan = len(pruning.keys) - pruning.orphans
     orphans = pruning.keys[first_orphan:]
@@ -105,17 +155,17 @@ def prune(feed: Feed, pruning: Pruning, *, clock: Callable[[], float] = time.tim
         # After the floor: `pin` writes first and reads the floor last, so that one of the two sees the other.
         needed = _pinned_since(log, pruning)
         for key in pruning.keys[:first_orphan]:
-            if key in needed:
-                logger.info("%s stays: a version that needs it was pinned", key)
+            if key in needed or is_stopping():
                 kept.append(key)
             else:
                 store.delete(key)
         for key in orphans:
-            if key not in named | needed and _is_older(store, key, before_unix_s, clock):
+            if key not in named | needed and not is_stopping() and _is_older(store, key, before_unix_s, clock):
                 store.delete(key)
             else:
-                logger.info("%s stays: it was put again, or a manifest or a pin needs it by now", key)
                 kept.append(key)
+    for key in kept:
+        logger.info("%s stays: it was put again, or a manifest or a pin needs it by now", key)
     return tuple(kept)
 
 
@@ -178,7 +228,8 @@ def _named_since(log: Log, known: Collection[str]) -> set[str]:
             raise _unreadable(key, error) from error
         return {keys.payload_key(ref.sha256) for ref in manifest.refs}
 
-    added = [key for key in manifest_keys(log) if key not in known]
+    newest = max((v for key in known if (v := keys.parse_version_key(key)) is not None), default=None)
+    added = [item.key for item in manifest_items(log, after=newest) if item.key not in known]
     return set().union(*each(payload_keys, added, waiting=READ_THREADS))
 
 
@@ -209,7 +260,7 @@ def _damaged(message: str, key: str) -> CorruptError:
     return CorruptError(message, key=key, rule="prune.damaged", hint=hint)
 
 
-def _floor(contents: Survey, *, keep_anchors: int, keep_versions: int) -> int:
+def _floor(contents: Survey, retention: Retention, now_unix_s: float) -> int:
     """The newest version from which enough anchors and versions remain.
 
     Only the objects in the store decide. The record of an earlier floor does not: it only explains what is missing.
@@ -217,16 +268,19 @@ def _floor(contents: Survey, *, keep_anchors: int, keep_versions: int) -> int:
     head = contents.head
     if head is None:
         return 0
+    newest = max(0, head - retention.versions + 1)
+    if retention.age_s is not None:
+        since_unix_s = now_unix_s - retention.age_s
+        newest = min([newest, *(v for v, unix_s in contents.committed_unix_s.items() if unix_s >= since_unix_s)])
     starts = sorted({edge.end for edge in contents.edges() if edge.start is None and contents.holds(edge)})
-    fitting = [
-        version
-        for i, version in enumerate(starts)
-        if len(starts) - i >= keep_anchors and version <= max(0, head - keep_versions + 1)
-    ]
+    fitting = [v for i, v in enumerate(starts) if len(starts) - i >= retention.anchors and v <= newest]
     return max(fitting, default=0)
 
 
-def _pruning(contents: Survey, floor: int, behind: Collection[Heartbeat], *, orphans_before_unix_s: float) -> Pruning:
+def _pruning(
+    contents: Survey, floor: int, behind: Collection[Heartbeat], *, orphans_before_unix_s: float
+) -> tuple[Pruning, list[Edge]]:
+    """The plan, and the edges that stay."""
     oldest = min((beat.version for beat in behind if beat.version is not None), default=floor)
     below = [pin for pin in contents.pins if pin.version < floor]
     pinned = {edge.key for edge in _pinned_edges(contents, below)}
@@ -249,7 +303,7 @@ def _pruning(contents: Survey, floor: int, behind: Collection[Heartbeat], *, orp
     young = [item for sha256, item in unnamed.items() if sha256 not in orphans and sha256 not in files]
     deleted = [*sorted((named - needed - files) & contents.payloads.keys()), *sorted(orphans)]
     manifests = [edge.key for edge in gone if keys.parse_version_key(edge.key) is None]
-    return Pruning(
+    pruning = Pruning(
         floor=max(floor, contents.floor),
         keys=(*manifests, *(keys.payload_key(sha256) for sha256 in deleted)),
         payload_bytes=sum(contents.payloads[sha256].nbytes for sha256 in deleted),
@@ -262,6 +316,7 @@ def _pruning(contents: Survey, floor: int, behind: Collection[Heartbeat], *, orp
         pins=frozenset(contents.pins),
         manifests=frozenset(edge.key for edge in contents.edges()),
     )
+    return pruning, kept
 
 
 def _goes(edge: Edge, floor: int, oldest: int) -> bool:

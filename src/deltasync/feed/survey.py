@@ -1,8 +1,8 @@
 """Read all manifests of a feed at once, for `verify` and `prune`."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
 from deltasync.feed.log import READ_THREADS, Log, read_manifest
@@ -31,6 +31,10 @@ class Survey:
     payloads: dict[str, ObjectInfo]
     floor: int
     pins: tuple[Pin, ...] = ()
+    committed_unix_s: dict[int, float] = field(default_factory=dict)
+    """When the manifests of versions were created, by the store's clock."""
+    first: int = 0
+    """Versions before this one that are not in `versions` were pruned: nothing of them is left (`Known.forget`)."""
 
     @property
     def head(self) -> int | None:
@@ -44,11 +48,11 @@ class Survey:
 
     def gaps(self) -> Iterator[range]:
         """Versions below the head without a manifest, as ranges."""
-        expected = 0
+        expected = self.first
         for version in sorted(self._listed):
             if version > expected:
                 yield range(expected, version)
-            expected = version + 1
+            expected = max(expected, version + 1)
 
     @property
     def _listed(self) -> set[int]:
@@ -70,36 +74,93 @@ class Survey:
             yield Edge(keys.skip_key(start, end), manifest)
 
 
-def manifest_keys(log: Log) -> list[str]:
-    """The keys of all manifests in the listing."""
-    prefixes = (keys.VERSIONS, keys.ANCHORS, keys.SKIPS)
-    return [item.key for prefix in prefixes for item in log.store.list(prefix) if _is_manifest(item.key)]
+class Known:
+    """The manifests that an earlier survey has read. Manifests never change, so that they need not be read again.
+
+    A feed can be rolled back or replaced, though. Then the time or the size of one that is known differs, or it is
+    gone, and everything is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0
+        self._manifests: dict[str, tuple[ObjectInfo, Manifest]] = {}
+
+    def get(self, item: ObjectInfo) -> Manifest | None:
+        """The manifest of an object in a listing, if it is known."""
+        found = self._manifests.get(item.key)
+        return None if found is None or found[0] != item else found[1]
+
+    def listed(self, log: Log) -> list[ObjectInfo]:
+        """The manifests in the listing: those of all versions from `first` on, and all anchors and skips."""
+        items = manifest_items(log, after=self.first - 1 if self.first else None)
+        by_key = {item.key: item for item in items}
+        for key, (item, _) in self._manifests.items():
+            version = keys.parse_version_key(key)
+            if version is not None and version >= self.first and by_key.get(key) != item:
+                self.first, self._manifests = 0, {}
+                return manifest_items(log)
+        return items
+
+    def add(self, item: ObjectInfo, manifest: Manifest) -> None:
+        self._manifests[item.key] = item, manifest
+
+    def older(self) -> dict[str, Manifest]:
+        """The manifests of versions before `first` that are still needed."""
+        versions = ((keys.parse_version_key(key), key, found[1]) for key, found in self._manifests.items())
+        return {key: manifest for version, key, manifest in versions if version is not None and version < self.first}
+
+    def forget(self, contents: Survey, kept: Iterable[Edge]) -> None:
+        """Forget versions below the floor of which nothing is in the store and that no edge of `kept` touches."""
+        needed = {at for edge in kept for at in (edge.start, edge.end)}
+        read = {edge.key for edge in contents.edges()}
+        while self.first < contents.floor:
+            manifest = contents.versions.get(self.first)
+            is_gone = manifest is not None and all(ref.sha256 not in contents.payloads for ref in manifest.refs)
+            if not is_gone and self.first not in needed:
+                break
+            self.first += 1
+        for key in list(self._manifests):
+            version = keys.parse_version_key(key)
+            is_settled = version is not None and version < self.first and version not in needed
+            if is_settled or key not in read:
+                del self._manifests[key]
 
 
-def survey(log: Log) -> Survey:
-    """Read a feed.
+def manifest_items(log: Log, *, after: int | None = None) -> list[ObjectInfo]:
+    """The manifests in the listing: those of all versions, or of those after one, and all anchors and skips."""
+    versions = log.store.list(keys.VERSIONS, after=None if after is None else keys.version_key(after))
+    others = (item for prefix in (keys.ANCHORS, keys.SKIPS) for item in log.store.list(prefix))
+    return [item for item in chain(versions, others) if _is_manifest(item.key)]
+
+
+def survey(log: Log, known: Known | None = None) -> Survey:
+    """Read a feed. Manifests that are `known` are not read again.
 
     Payloads are listed after the manifests: a manifest is committed after its payloads, so a commit at the same time
     does not look like a missing payload. The floor is read last: `prune` raises it before it deletes, so what is
     missing then is known to be pruned.
     """
+    known = Known() if known is None else known
     damaged: dict[str, DeltasyncError] = {}
-    manifests: dict[str, Manifest] = {}
 
-    def read(key: str) -> tuple[str, Manifest | DeltasyncError | None]:
+    def read(item: ObjectInfo) -> tuple[ObjectInfo, Manifest | DeltasyncError | None]:
         try:
-            return key, read_manifest(log.store, key)
+            return item, read_manifest(log.store, item.key)
         except NotFoundError:
             # `prune` has deleted it since the listing.
-            return key, None
+            return item, None
         except (CorruptError, FormatError) as error:
-            return key, error
+            return item, error
 
-    for key, outcome in each(read, manifest_keys(log), waiting=READ_THREADS):
+    items = known.listed(log)
+    manifests = known.older()
+    manifests |= {item.key: manifest for item in items if (manifest := known.get(item)) is not None}
+    for item, outcome in each(read, [item for item in items if item.key not in manifests], waiting=READ_THREADS):
         if isinstance(outcome, DeltasyncError):
-            damaged[key] = outcome
+            damaged[item.key] = outcome
         elif outcome is not None:
-            manifests[key] = outcome
+            manifests[item.key] = outcome
+            known.add(item, outcome)
     try:
         log.feed()
     except (CorruptError, FormatError) as error:
@@ -123,6 +184,10 @@ def survey(log: Log) -> Survey:
         payloads=payloads,
         floor=floor,
         pins=pins,
+        committed_unix_s={
+            version: item.modified_unix_s for item in items if (version := keys.parse_version_key(item.key)) is not None
+        },
+        first=known.first,
     )
 
 

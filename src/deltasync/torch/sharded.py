@@ -28,6 +28,7 @@ from deltasync.trainer.exit import finish_at_exit
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
 from deltasync.trainer.publisher import PublisherOptions, require_layout
 from deltasync.trainer.ranks import Ranks, resume
+from deltasync.trainer.retention import BackgroundPruner
 from deltasync.trainer.shards import Box, Shards, ShardWeights
 from deltasync.trainer.version import Metadata, VersionWriter
 
@@ -179,6 +180,8 @@ class ShardedPublisher(TorchPublisher):
         )
         pipeline = Pipeline(versions, shadow, anchors, files=state.files, observer=options.observer)
         self._resources.callback(pipeline.close)
+        if options.retention is not None and ranks.rank == 0:
+            self._resources.callback(BackgroundPruner(self._store, options.retention).close)
         finish_at_exit(pipeline, options.exit_s)
         return _Opened(pipeline, ranks, shards)
 

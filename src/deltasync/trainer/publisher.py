@@ -13,6 +13,7 @@ from deltasync import arguments, blocks
 from deltasync.errors import InvalidInputError
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
+from deltasync.feed.prune import Retention
 from deltasync.feed.replay import open_start, replay, with_fallback
 from deltasync.feed.writer import Writer
 from deltasync.format.companions import require_files
@@ -37,6 +38,7 @@ from deltasync.trainer.capture import (
 from deltasync.trainer.events import Observer, Publication
 from deltasync.trainer.exit import finish_at_exit
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
+from deltasync.trainer.retention import BackgroundPruner
 from deltasync.trainer.version import Metadata, VersionWriter
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ class PublisherOptions:
     `processing_class`: the tokenizer or processor of a model of transformers, whose files are added to these. Those of
     its configuration need not be given.
     `anchors`: when to add an anchor for replicas that join late.
+    `retention`: what stays of the feed; the rest is deleted in the background. By default everything stays. An error is
+    logged, and never fails a publication.
     `wait`: a publication waits for the one before; otherwise it is captured at once and, if a third one comes before
     its turn, becomes part of that one. Sharded publishers always wait.
     `shadow_path`: keep the shadow in a mapped file instead of memory, which makes a restart quick. A sharded publisher
@@ -73,6 +77,7 @@ class PublisherOptions:
     files: Mapping[str, bytes] = field(default_factory=dict)
     processing_class: object = None
     anchors: AnchorPolicy = field(default_factory=AnchorPolicy)
+    retention: Retention | None = None
     wait: bool = False
     shadow_path: str | os.PathLike[str] | None = None
     capture_on: Literal["device", "host"] = "device"
@@ -91,6 +96,8 @@ class PublisherOptions:
             what = arguments.described(self.processing_class)
             raise InvalidInputError(f"processing_class must be a tokenizer or a processor of transformers, not {what}")
         arguments.instance("anchors", self.anchors, AnchorPolicy, hint="AnchorPolicy(versions=100), from deltasync")
+        if self.retention is not None:
+            arguments.instance("retention", self.retention, Retention, hint="Retention(versions=100), from deltasync")
         arguments.optional_path("shadow_path", self.shadow_path)
         arguments.one_of("capture_on", self.capture_on, ("device", "host"))
         arguments.seconds("retry_s", self.retry_s)
@@ -263,6 +270,8 @@ class FeedPublisher:
             observer=options.observer,
         )
         self._resources.callback(pipeline.close)
+        if options.retention is not None:
+            self._resources.callback(BackgroundPruner(self._writer.store, options.retention).close)
         finish_at_exit(pipeline, options.exit_s)
         return pipeline
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from deltasync.trainer.anchoring import AnchorPolicy
     from deltasync.trainer.checkpoint import publish
     from deltasync.trainer.events import Publication, PublishEvent
+    from deltasync.trainer.metrics import PublisherMetrics
     from deltasync.trainer.publisher import PublisherOptions
 
 __version__ = "0.1.0"
@@ -74,6 +75,7 @@ __all__ = [
     "Pruning",
     "Publication",
     "PublishEvent",
+    "PublisherMetrics",
     "PublisherOptions",
     "RankError",
     "Retention",
@@ -134,6 +136,7 @@ _MODULES = {
     "deltasync.trainer.anchoring": ("AnchorPolicy",),
     "deltasync.trainer.checkpoint": ("publish",),
     "deltasync.trainer.events": ("Publication", "PublishEvent"),
+    "deltasync.trainer.metrics": ("PublisherMetrics",),
     "deltasync.trainer.publisher": ("PublisherOptions",),
 }
 """The public names by the modules that define them."""

@@ -17,6 +17,9 @@ class Seconds:
     commit: float = 0.0
     pause: float = 0.0
 
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+
     def facts(self) -> dict[str, str]:
         """As fields of a heartbeat."""
         return {f"{name}_s": f"{value:.4f}" for name, value in asdict(self).items()}
@@ -60,6 +63,7 @@ class Counts:
     `moves`: advances of the target. `nbytes`: bytes fetched for them. `refetched`: payloads that arrived damaged and
     were fetched again. `rerouted`: edges that could not be used. `rebuilt`: mirrors that had other bits than their
     version. `scrubbed`: elements compared with the mirror; `damaged` of them differed, `repaired` were overwritten.
+    `failures`: advances that failed. `heartbeat_failures`: heartbeats that could not be written.
     """
 
     moves: int = 0
@@ -70,6 +74,8 @@ class Counts:
     scrubbed: int = 0
     damaged: int = 0
     repaired: int = 0
+    failures: int = 0
+    heartbeat_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,8 @@ class Status:
     `error`: what the last advance failed with, or following ended with; None after a success. `stale_s`: seconds since
     a poll found `version` to be the one to serve, the newest or the pinned one; None if no poll has.
     `heartbeat_problem`: why heartbeats do not serve their purpose, if they do not: no right to write them, or another
-    follower with the same name.
+    follower with the same name. `polled_s`: seconds since the store last answered a poll; None if it never has.
+    `seconds`: the time of all advances so far, by phase.
     """
 
     replica: str
@@ -102,3 +109,5 @@ class Status:
     unseen_elements: int = 0
     stale_s: float | None = None
     heartbeat_problem: str | None = None
+    polled_s: float | None = None
+    seconds: Seconds = field(default_factory=Seconds)

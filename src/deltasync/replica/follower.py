@@ -106,9 +106,12 @@ class Follower(ProcessBound):
         self._served: int | None = None
         self._confirmed: tuple[int, float] | None = None
         """The version that a poll found to be the one to serve, and when that poll began."""
+        self._polled_at_s: float | None = None
         self._last: Advance | None = None
         self._live_unix_ms = 0
         """When the last advance went live."""
+        self._seconds = Seconds()
+        """The time of all advances."""
         self._read_back: tuple[int, int] | None = None
         """The version that was live when all weights were last compared, and the time of that."""
         self._scrubbed_unix_s: int | None = None
@@ -241,12 +244,16 @@ class Follower(ProcessBound):
             last=self._last,
             error=None if self._error is None else f"{type(self._error).__name__}: {self._error}",
             stale_s=None if confirmed is None or confirmed[0] != served else time.monotonic() - confirmed[1],
-            counts=replace(self._counts),
+            counts=replace(
+                self._counts, heartbeat_failures=0 if self._heartbeats is None else self._heartbeats.failures
+            ),
             proved_version=None if self._read_back is None else self._read_back[0],
             proved_unix_s=None if self._read_back is None else self._read_back[1],
             scrubbed_unix_s=self._scrubbed_unix_s,
             unseen_elements=self._target.unseen_elements,
             heartbeat_problem=None if self._heartbeats is None else self._heartbeats.problem,
+            polled_s=None if self._polled_at_s is None else time.monotonic() - self._polled_at_s,
+            seconds=self._seconds,
         )
 
     def close(self) -> None:
@@ -310,6 +317,7 @@ class Follower(ProcessBound):
                 self._head.manifest = manifest
             return manifest
         head = self._head.poll()
+        self._polled_at_s = time.monotonic()
         return head if self._pinned is None else self._pinned
 
     def _read(self, version: int) -> Manifest:
@@ -345,6 +353,7 @@ class Follower(ProcessBound):
                 advanced = None if is_there else self._serve(goal, ahead)
             except Exception as error:
                 self._error = error
+                self._counts.failures += 1
                 raise
             finally:
                 self._set_served(self._target.version)
@@ -472,6 +481,7 @@ class Follower(ProcessBound):
         self._counts.moves += 1
         self._counts.nbytes += advanced.nbytes
         self._last, self._live_unix_ms = advanced, int(1000 * time.time())
+        self._seconds += seconds
         logger.info("%s", advanced)
         self._set_served(staged.version)
         if self._observer is not None:

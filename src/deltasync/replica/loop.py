@@ -154,6 +154,8 @@ class Heartbeats:
         self, log: Log, replica: str, *, beat_s: float = BEAT_S, clock: Callable[[], float] = time.time
     ) -> None:
         self.problem: str | None = None
+        self.failures = 0
+        """Heartbeats that could not be written."""
         self._problem_kind: Literal["unwritten", "shared"] | None = None
         self._log = log
         self._replica = replica
@@ -182,6 +184,7 @@ class Heartbeats:
                 is_taken = self._is_taken(now)
                 self._log.beat(Heartbeat(self._replica, version, int(now), {**facts(), "instance": self._instance}))
             except DeltasyncError as error:
+                self.failures += 1
                 self._report(
                     "unwritten",
                     f"cannot write the heartbeat of {self._replica}, continuing without it; `prune` may delete the "

@@ -1,5 +1,6 @@
 """A follower over HTTP: its health, whether it is ready, its status, and metrics for Prometheus (extra `metrics`)."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,6 +25,8 @@ _COUNTERS = {
     "scrubbed": ("scrubbed_elements", "Elements that were compared with the mirror."),
     "damaged": ("damaged_elements", "Elements that differed from the mirror."),
     "repaired": ("repaired_elements", "Elements that differed and were overwritten."),
+    "failures": ("failures", "Moves that failed."),
+    "heartbeat_failures": ("heartbeat_failures", "Heartbeats that could not be written."),
 }
 """Name and description of the counter for each field of `Counts`."""
 
@@ -39,6 +42,8 @@ class FollowerCollector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         status = self._status()
+        live = status.last if status.last is not None and status.last.version == status.version else None
+        committed_unix_s = None if live is None else live.committed_unix_s
         gauges = (
             ("version", "The version that is live.", status.version),
             ("head", "The newest version of the feed that was seen.", status.head),
@@ -46,6 +51,12 @@ class FollowerCollector:
             ("following", "1 while the feed is followed.", int(status.is_following)),
             ("failing", "1 while following fails.", int(status.error is not None)),
             ("stale_seconds", "Seconds since the live version was found to be the newest.", status.stale_s),
+            ("poll_age_seconds", "Seconds since the store last answered a poll.", status.polled_s),
+            (
+                "version_age_seconds",
+                "Seconds since the live version was committed, by the clocks of trainer and replica.",
+                None if committed_unix_s is None else max(0.0, time.time() - committed_unix_s),
+            ),
         )
         for name, description, value in gauges:
             gauge = GaugeMetricFamily(f"deltasync_{name}", description)
@@ -56,6 +67,10 @@ class FollowerCollector:
         for phase, value_s in {} if status.last is None else asdict(status.last.seconds).items():
             seconds.add_metric([phase], value_s)
         yield seconds
+        phases = CounterMetricFamily("deltasync_move_seconds", "Time of all moves, by phase.", labels=["phase"])
+        for phase, value_s in asdict(status.seconds).items():
+            phases.add_metric([phase], value_s)
+        yield phases
         for field, total in asdict(status.counts).items():
             name, description = _COUNTERS[field]
             yield CounterMetricFamily(f"deltasync_{name}", description, value=total)

@@ -54,6 +54,14 @@ class PublishEvent:
 
 
 Observer = Callable[[PublishEvent], None]
+"""Called with each event. If it has a method `failed`, that is called with the error of each failed publication."""
+
+
+def report_failure(observer: Observer | None, error: BaseException) -> None:
+    """Call `failed` of an observer that has it."""
+    failed = getattr(observer, "failed", None)
+    if callable(failed):
+        failed(error)
 
 
 def log_observer_error(done: "Future[None]") -> None:

@@ -21,7 +21,14 @@ from deltasync.format.weights import Changes
 from deltasync.parallel import Pool
 from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.capture import Capture, Shadow, by_tensor, in_blocks, rebase, tensors_of
-from deltasync.trainer.events import AnchorProgress, Observer, Publication, PublishEvent, log_observer_error
+from deltasync.trainer.events import (
+    AnchorProgress,
+    Observer,
+    Publication,
+    PublishEvent,
+    log_observer_error,
+    report_failure,
+)
 from deltasync.trainer.version import CaptureTime, CommittedVersion, Metadata, VersionWriter
 
 logger = logging.getLogger(__name__)
@@ -264,6 +271,8 @@ class Pipeline:
                 for publication in following.publications:
                     publication.fail(self._stopped)
             self._idle.notify_all()
+        if error is not None:
+            report_failure(self._observer, error)
         for event in events if error is not None else (*events, done.result()[1]):
             logger.info("%s", event)
             if self._observer is not None:

@@ -70,7 +70,8 @@ class PublisherOptions:
     `must_exist`: raise NotFoundError if the feed has no version yet, instead of starting a new one: for a trainer that
     resumes, and a folder whose file system may not be mounted.
     `exit_s`: how long the exit of the interpreter waits for what was published, if the publisher was not closed.
-    `observer`: called with an event for each committed version and each anchor, in a worker thread.
+    `observer`: called with an event for each committed version and each anchor, in a worker thread; its method
+    `failed`, if it has one, with the error of each publication that failed. `PublisherMetrics` is one.
     """
 
     base: BaseRef | None = None

@@ -1,0 +1,190 @@
+"""Metric names follow Prometheus' conventions, and what the dashboard and the alert rules name exists in a real run."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import prometheus_client
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from support.feeds import SpyStore
+from support.publishing import nth, publish, publisher
+from support.replicas import TorchTarget, follower
+
+from deltasync.errors import InvalidInputError, StoreError
+from deltasync.format.weights import Weights
+from deltasync.replica.hook import HookStatus
+from deltasync.replica.metrics import FollowerCollector
+from deltasync.trainer.events import PublishEvent
+from deltasync.trainer.metrics import PublisherMetrics
+
+ROOT = Path(__file__).parents[2]
+ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
+DASHBOARD = ROOT / "deploy" / "grafana" / "dashboard.json"
+UNITS = ("seconds", "bytes", "elements")
+NOT_BASE_UNITS = ("milliseconds", "ms", "minutes", "hours", "kilobytes", "megabytes", "mb", "kb", "percent")
+
+
+@pytest.fixture(scope="module")
+def scrape() -> str:
+    """What Prometheus reads from a trainer and a replica after a few versions."""
+    store, registry = SpyStore(), CollectorRegistry()
+    with_metrics = PublisherMetrics(registry=registry)
+    trainer = publisher(store, observer=with_metrics)
+    for number in range(3):
+        publish(trainer, number).wait(60)
+    trainer.close()
+    with follower(store, TorchTarget(Weights.of(nth(0)).layout)) as replica:
+        replica.advance(to=1)
+        replica.advance()
+        hook = HookStatus(version=2)
+        registry.register(FollowerCollector(replica.status, lambda: hook))
+        return generate_latest(registry).decode()
+
+
+def families(text: str) -> list[Metric]:
+    return list(text_string_to_metric_families(text))
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    (found,) = [s.value for f in families(text) for s in f.samples if s.name == name and s.labels == labels]
+    return found
+
+
+def test_names_follow_the_conventions(scrape: str) -> None:
+    found = families(scrape)
+    assert len(found) > 30
+    for family in found:
+        assert re.fullmatch(r"deltasync(_[a-z]+)+", family.name), family.name
+        assert family.documentation.endswith("."), family.name
+        parts = family.name.split("_")
+        assert not set(parts) & set(NOT_BASE_UNITS), family.name
+        units = [part for part in parts if part in UNITS]
+        assert not units or parts[-1] == units[-1], f"{family.name}: the unit is the last part"
+        if family.type == "counter":
+            assert {s.name for s in family.samples} <= {f"{family.name}_total"}
+        else:
+            assert family.type == "gauge"
+            assert not family.name.endswith(("_total", "_count", "_sum")), family.name
+
+
+def test_promtool_finds_nothing_wrong(scrape: str) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (apt install prometheus)")
+    for command, text in ((["check", "metrics"], scrape), (["check", "rules", str(ALERTS)], "")):
+        done = subprocess.run([promtool, *command], input=text, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+
+
+def test_every_metric_of_the_rules_and_the_dashboard_is_in_a_scrape(scrape: str) -> None:
+    scraped = {sample.name for family in families(scrape) for sample in family.samples}
+    expressions = [rule["expr"] for rule in rules()] + [t["expr"] for panel in panels() for t in panel["targets"]]
+    named = {name for text in expressions for name in re.findall(r"deltasync_[a-z_]+", text)}
+    assert len(named) > 20
+    assert named <= scraped, f"not in a scrape: {sorted(named - scraped)}"
+
+
+def test_every_alert_says_what_to_do() -> None:
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["action"].endswith(".")
+
+
+def test_panels_have_a_place_of_their_own() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in panels():
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        assert at["x"] + at["w"] <= 24
+
+
+def test_the_docs_name_every_metric(scrape: str) -> None:
+    text = (ROOT / "docs" / "commands.md").read_text() + (ROOT / "docs" / "trainer.md").read_text()
+    for family in families(scrape):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        assert f"`{name}`" in text, name
+
+
+def test_the_metrics_of_a_publisher(scrape: str) -> None:
+    assert value(scrape, "deltasync_publisher_version") == 2
+    assert value(scrape, "deltasync_publisher_versions_total", kind="delta") == 2
+    assert value(scrape, "deltasync_publisher_versions_total", kind="anchor") == 1
+    assert value(scrape, "deltasync_publisher_payload_bytes_total", kind="delta") > 0
+    assert value(scrape, "deltasync_publisher_changed_elements_total") > 0
+    assert value(scrape, "deltasync_publisher_failures_total") == 0
+    assert value(scrape, "deltasync_publisher_phase_seconds_total", phase="encode") > 0
+    assert value(scrape, "deltasync_version") == value(scrape, "deltasync_publisher_version")
+    assert value(scrape, "deltasync_move_seconds_total", phase="decode") > value(
+        scrape, "deltasync_last_move_seconds", phase="decode"
+    )
+    assert value(scrape, "deltasync_poll_age_seconds") >= 0
+
+
+def event(version: int, **fields: Any) -> PublishEvent:
+    known = {"kind": "delta", "step": None, "elements": 10, "changed": 1, "payload_bytes": 5, "held_s": 0.5}
+    known |= {"encode_s": 0.25, "put_s": 0.125, "commit_s": 1.0, "coalesced": 0, "retries": 0}
+    return PublishEvent(version=version, **{**known, **fields})  # type: ignore[arg-type]
+
+
+def test_an_anchor_that_is_added_later_is_not_the_newest_version() -> None:
+    registry, seen = CollectorRegistry(), []
+    metrics = PublisherMetrics(registry=registry, then=seen.append)
+    metrics(event(7, coalesced=2, retries=3, step=70))
+    metrics(event(5, kind="anchor", changed=None, payload_bytes=100))
+    text = generate_latest(registry).decode()
+    assert value(text, "deltasync_publisher_version") == 7
+    assert value(text, "deltasync_publisher_step") == 70
+    assert value(text, "deltasync_publisher_coalesced_total") == 2
+    assert value(text, "deltasync_publisher_retries_total") == 3
+    assert value(text, "deltasync_publisher_phase_seconds_total", phase="held") == 1.0
+    assert [e.version for e in seen] == [7, 5]
+
+
+def test_failed_publications_are_counted() -> None:
+    registry = CollectorRegistry()
+
+    class Away(SpyStore):
+        def create(self, key: str, data: Any) -> bool:
+            if key.startswith("versions/"):
+                raise StoreError("away", transient=False)
+            return super().create(key, data)
+
+    trainer = publisher(Away(), observer=PublisherMetrics(registry=registry), retry_s=0.01)
+    with pytest.raises(StoreError):
+        publish(trainer, 0).wait(60)
+    trainer.close()
+    assert value(generate_latest(registry).decode(), "deltasync_publisher_failures_total") == 1
+
+
+def test_two_publishers_need_two_registries() -> None:
+    registry = CollectorRegistry()
+    first = PublisherMetrics(registry=registry)
+    with pytest.raises(InvalidInputError, match="another publisher"):
+        PublisherMetrics(registry=registry)
+    first.close()
+    PublisherMetrics(registry=registry)
+
+
+def test_without_prometheus_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
+    with pytest.raises(InvalidInputError, match="prometheus-client"):
+        PublisherMetrics()
+    assert prometheus_client is not None

@@ -27,6 +27,7 @@ DOORS = (
     "deltasync.transformers",
     "deltasync.trl",
     "deltasync.interop",
+    "deltasync.sglang",
     "deltasync.testing",
 )
 

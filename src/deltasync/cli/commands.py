@@ -451,6 +451,18 @@ def _add_follow(commands: Commands) -> None:
     )
     parser.add_argument("--metrics", action="store_true", help="refuse to start without /metrics")
     _add_threads(parser)
+    sglang = parser.add_argument_group("SGLang")
+    sglang.add_argument("--sglang", metavar="URL", help="let this SGLang server load each version from the folder")
+    sglang.add_argument(
+        "--sglang-path", metavar="DIR", help="the folder's path as the server sees it (default: the same)"
+    )
+    sglang.add_argument(
+        "--pause",
+        choices=("retract", "in_place", "abort"),
+        default="retract",
+        help="what happens to running requests: computed again (default), go on with the old cache, or end",
+    )
+    sglang.add_argument("--keep-cache", action="store_true", help="leave the KV cache of older weights as it is")
 
 
 def _add_status(commands: Commands) -> None:

@@ -24,6 +24,7 @@ from deltasync.replica.folder import FolderTarget
 from deltasync.replica.follower import Follower
 from deltasync.replica.hook import Hook
 from deltasync.replica.metrics import exposition, listening, no_version
+from deltasync.sglang import SglangTarget
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ONCE_TRIES = 3
@@ -55,11 +56,12 @@ def follow(args: argparse.Namespace, out: Output) -> None:
     for name, value in (("--metrics", args.metrics), ("--ready-s", args.ready_s is not None)):
         if value and args.listen is None:
             raise InvalidInputError(f"{name} needs an address", hint="add --listen HOST:PORT")
+    if args.sglang is not None and args.program is not None:
+        raise InvalidInputError("--sglang and --exec both load the folder", hint="leave one of them out")
     hook = None if args.program is None else Hook(args.program, args.target, timeout_s=args.exec_timeout_s)
     moves: Moves = SimpleQueue()
     with ExitStack() as held:
-        target = _HookedFolder(args.target)
-        target.hook = hook
+        target = _target(args, hook)
         held.callback(target.close)
 
         def observe(moved: Advance) -> None:
@@ -96,6 +98,16 @@ def follow(args: argparse.Namespace, out: Output) -> None:
             text = json.dumps({"listening": url}) if out.is_json else f"listening on {url}"
             print(text, file=sys.stderr, flush=True)
         _follow_and_print(follower, moves, show, hook)
+
+
+def _target(args: argparse.Namespace, hook: Hook | None) -> FolderTarget:
+    if args.sglang is not None:
+        return SglangTarget(
+            args.target, args.sglang, path_there=args.sglang_path, pause=args.pause, keeps_cache=args.keep_cache
+        )
+    target = _HookedFolder(args.target)
+    target.hook = hook
+    return target
 
 
 def _run_once(hook: Hook) -> None:

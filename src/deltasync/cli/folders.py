@@ -12,6 +12,7 @@ from deltasync.cli.follow import calling_on_signal
 from deltasync.cli.output import Output
 from deltasync.cli.units import number_text, share_text, size_text
 from deltasync.errors import InvalidInputError, NotFoundError
+from deltasync.feed.prune import Retention
 from deltasync.replica.loop import Loop
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import PublisherOptions
@@ -28,8 +29,16 @@ def watch(args: argparse.Namespace, out: Output) -> None:
     for name in ("step", "parent", "base", "anchor"):
         if getattr(args, name) not in (None, False):
             raise InvalidInputError(f"--{name} has no meaning with --watch", hint="leave one of them out")
+    if (args.keep_anchors is None) != (args.keep_versions is None):
+        raise InvalidInputError("--keep-anchors and --keep-versions belong together", hint="pass both, or none")
+    retention = None
+    if args.keep_anchors is not None:
+        retention = Retention(anchors=args.keep_anchors, versions=args.keep_versions)
     options = PublisherOptions(
-        shadow_path=args.shadow, require_fencing=args.require_fencing, must_exist=args.must_exist
+        shadow_path=args.shadow,
+        require_fencing=args.require_fencing,
+        must_exist=args.must_exist,
+        retention=retention,
     )
     with CheckpointWatch(
         args.checkpoint,
@@ -37,8 +46,6 @@ def watch(args: argparse.Namespace, out: Output) -> None:
         after=args.after,
         marker=args.marker,
         settle_s=args.settle_s,
-        keep_anchors=args.keep_anchors,
-        keep_versions=args.keep_versions,
         trust_code=args.trust_code,
         options=options,
     ) as watched:

@@ -14,10 +14,8 @@ from deltasync import arguments
 from deltasync.checkpoint import companion_files, open_checkpoint
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.log import Log
-from deltasync.feed.prune import plan_prune, prune
 from deltasync.format.manifest import Manifest
 from deltasync.store import Feed, opened
-from deltasync.store.protocol import Store
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 
@@ -86,7 +84,7 @@ class CheckpointWatch:
     for `settle_s`, and it has the file `marker`, if one is given. A folder with a file `.started` also needs
     `.finished`. One that stays incomplete is left out, with a warning, once a later one is complete.
 
-    `keep_anchors` and `keep_versions` prune the feed after each version, as `deltasync prune` does. The folders stay.
+    The folders stay, also those of versions that the retention of `options` deletes.
     """
 
     def __init__(
@@ -97,8 +95,6 @@ class CheckpointWatch:
         after: int | None = None,
         marker: str | None = None,
         settle_s: float = SETTLE_S,
-        keep_anchors: int | None = None,
-        keep_versions: int | None = None,
         trust_code: bool = False,
         options: PublisherOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -106,8 +102,6 @@ class CheckpointWatch:
         if not isinstance(pattern, str) or "*" not in pattern:
             what = arguments.described(pattern)
             raise InvalidInputError(f"the pattern must have a * for the number, not {what}", hint="run/weights/step_*")
-        if (keep_anchors is None) != (keep_versions is None):
-            raise InvalidInputError("keep_anchors and keep_versions belong together", hint="pass both, or none")
         if marker is not None and Path(marker).name != marker:
             raise InvalidInputError(f"the marker must be the name of a file, not {marker!r:.80}")
         parts = pattern.split("*")
@@ -117,12 +111,11 @@ class CheckpointWatch:
         self._feed = feed
         self._after = None if after is None else arguments.whole_number("after", after)
         self._marker = marker
-        self._keep = None if keep_anchors is None or keep_versions is None else (keep_anchors, keep_versions)
         self._trust_code = trust_code
         self._options = PublisherOptions() if options is None else options
         self._settling = Settling(settle_s, clock=clock)
         self._skipped: set[Path] = set()
-        self._opened: tuple[Store, FeedPublisher] | None = None
+        self._publisher: FeedPublisher | None = None
         self._resources = ExitStack()
         self.waiting_for: str | None = None
         """Why `advance` returned None although there is another folder: it is not complete."""
@@ -160,13 +153,13 @@ class CheckpointWatch:
         MismatchError if its tensors are not those of the feed. The feed is as it was then.
         """
         self.waiting_for = None
-        store, publisher = self._open()
+        publisher = self._open()
         last = self._last(publisher.head)
         following = {n: p for n, p in self.folders().items() if (last is None or n > last) and p not in self._skipped}
         for number, path in following.items():
             problem = self._problem(path)
             if problem is None:
-                return self._publish(store, publisher, number, path)
+                return self._publish(publisher, number, path)
             later = [other for n, other in following.items() if n > number]
             if not any(self._problem(other) is None for other in later):
                 self.waiting_for = problem
@@ -191,7 +184,7 @@ class CheckpointWatch:
             return f"{path} is not complete: {error}"
         return None if is_settled else f"the files in {path} have changed within the last seconds"
 
-    def _publish(self, store: Store, publisher: FeedPublisher, number: int, path: Path) -> Publication:
+    def _publish(self, publisher: FeedPublisher, number: int, path: Path) -> Publication:
         checkpoint = open_checkpoint(path)
         publisher.files, publisher.needs_files = companion_files(checkpoint, trust_code=self._trust_code), True
         try:
@@ -199,20 +192,17 @@ class CheckpointWatch:
         except InvalidInputError as error:
             raise MismatchError(f"{path}: {error.message}", rule="watch.layout", hint=error.hint) from error
         publication.wait()
-        if self._keep is not None:
-            keep_anchors, keep_versions = self._keep
-            prune(store, plan_prune(store, keep_anchors=keep_anchors, keep_versions=keep_versions))
         return publication
 
-    def _open(self) -> tuple[Store, FeedPublisher]:
-        if self._opened is None:
+    def _open(self) -> FeedPublisher:
+        if self._publisher is None:
             store = self._resources.enter_context(opened(self._feed))
             self._last(Log(store).head())
             publisher = FeedPublisher(store, self._options)
             self._resources.callback(publisher.close)
             publisher.open()
-            self._opened = store, publisher
-        return self._opened
+            self._publisher = publisher
+        return self._publisher
 
     def _last(self, head: Manifest | None) -> int | None:
         """The number of the folder that was published last."""

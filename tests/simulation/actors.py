@@ -147,6 +147,7 @@ class Trainer(Actor):
             shadow_path=self.shadow_path,
             files={"config.json": b"{}"} if config.files else {},
             retry_s=config.retry_s,
+            skips=(2, 4) if config.writes_skips else (),
         )
         publisher = FeedPublisher(store, options)
         publications = 0

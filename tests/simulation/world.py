@@ -58,6 +58,7 @@ class Config:
     steps: int
     clock_offsets_s: dict[str, float]
     has_compactor: bool
+    writes_skips: bool
 
     @classmethod
     def of(cls, chance: Stream) -> "Config":
@@ -106,6 +107,7 @@ class Config:
             steps=60 + int(200 * chance.uniform()),
             clock_offsets_s=offsets,
             has_compactor=happens("a compactor", 0.3),
+            writes_skips=happens("publishers that write skips", 0.3),
         )
 
 

@@ -42,9 +42,11 @@ from deltasync.format.layout import Layout
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.weights import Weights
 from deltasync.store.memory import MemoryStore
+from deltasync.torch import ShardedPublisher
 from deltasync.torch.ranks import owned
 from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.capture import Shadow, capture, tensors_of
+from deltasync.trainer.publisher import PublisherOptions
 from deltasync.trainer.ranks import Failure
 from deltasync.trainer.shards import Box, Shards, ShardWeights, Spans, chunk, cut, joined
 from deltasync.trainer.version import Group, Metadata, Part, VersionWriter, put_anchor
@@ -447,3 +449,10 @@ def test_errors_cross_to_other_ranks_as_what_they_are(error: DeltasyncError) -> 
 def test_other_errors_cross_as_text() -> None:
     there = Failure.of(KeyError("x"), 1).error()
     assert (type(there), there.message) == (RankError, "rank 1: KeyError: 'x'")
+
+
+def test_skips_are_refused() -> None:
+    """No rank has all weights."""
+    with pytest.raises(InvalidInputError, match="writes no skips") as caught:
+        ShardedPublisher(MemoryStore(), options=PublisherOptions(skips=(4, 16)))
+    assert "deltasync compact --follow" in str(caught.value)

@@ -83,6 +83,17 @@ def compact(feed: Feed, *, levels: Sequence[int] = LEVELS, retry_s: float = RETR
         return tuple(Compactor(store, levels=levels, retry_s=retry_s).advance())
 
 
+def require_levels(name: str, levels: Sequence[int]) -> None:
+    """InvalidInputError unless these can be levels; `name` is that of the argument."""
+    are_numbers = isinstance(levels, Sequence) and all(type(level) is int for level in levels)
+    if not are_numbers or not levels or levels[0] < 2 or any(b <= a or b % a for a, b in pairwise(levels)):
+        found = list(levels) if are_numbers else f"{levels!r:.80}"
+        raise InvalidInputError(
+            f"{name} must start with 2 or more, and each must be a multiple of the one before, not {found}",
+            hint="use (4, 16, 64)",
+        )
+
+
 class Compactor:
     """Writes the skips of a feed. `advance` continues where the last call ended, also after an error."""
 
@@ -94,10 +105,7 @@ class Compactor:
         retry_s: float = RETRY_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if not levels or levels[0] < 2 or any(b <= a or b % a for a, b in pairwise(levels)):
-            raise InvalidInputError(
-                f"levels must start with 2 or more, and each must be a multiple of the one before, not {list(levels)}"
-            )
+        require_levels("levels", levels)
         self._store = store
         self._log = Log(store)
         self._levels = tuple(levels)

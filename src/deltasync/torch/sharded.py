@@ -58,6 +58,11 @@ class ShardedPublisher(TorchPublisher):
         timeout_s: float = 600.0,
         options: PublisherOptions = PublisherOptions(),
     ) -> None:
+        if isinstance(options, PublisherOptions) and options.skips:
+            raise InvalidInputError(
+                "a sharded publisher writes no skips: no rank has all weights",
+                hint="leave out skips, and run `deltasync compact --follow` beside it",
+            )
         super().__init__(feed, dtype=dtype, options=options)
         self._timeout_s = arguments.seconds("timeout_s", timeout_s, is_zero_allowed=False)
         self._writer = Writer(self._store, require_fencing=options.require_fencing)

@@ -29,6 +29,7 @@ from deltasync.trainer.events import (
     log_observer_error,
     report_failure,
 )
+from deltasync.trainer.skips import Skips
 from deltasync.trainer.version import CaptureTime, CommittedVersion, Metadata, VersionWriter
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Pipeline:
         anchors: Anchors,
         *,
         files: PayloadRef | None = None,
+        skips: Skips | None = None,
         observer: Observer | None = None,
     ) -> None:
         self.is_closed = False
@@ -95,6 +97,9 @@ class Pipeline:
         # Now: from Python 3.12 on, no thread can be started any more when the interpreter exits.
         self._pool.start()
         anchors.start()
+        self._skips = skips
+        if skips is not None:
+            skips.start()
 
     def __del__(self) -> None:
         if not self.is_closed and self._newest is not None:
@@ -159,6 +164,8 @@ class Pipeline:
         self.wait_idle()
         self._pool.shutdown()
         self.anchors.close()
+        if self._skips is not None:
+            self._skips.close()
         self.is_closed = True
 
     def _enqueue(self, job: _Job) -> Publication:
@@ -248,6 +255,8 @@ class Pipeline:
             for waiting in (job, self._pending):
                 if waiting is not None and waiting.capture is not None:
                     waiting.capture = rebase(layout, by_tensor(layout, waiting.capture), changes, before)
+        if self._skips is not None:
+            self._skips.note(committed.manifest)
 
     def _finish(self, job: _Job, done: "Future[tuple[Manifest, PublishEvent]]") -> None:
         """Complete the publications of a job, begin the next job, and report the events."""

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Literal
 
 from deltasync import arguments, blocks
 from deltasync.errors import InvalidInputError
+from deltasync.feed.compact import require_levels
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
 from deltasync.feed.prune import Retention
@@ -39,6 +40,7 @@ from deltasync.trainer.events import Observer, Publication
 from deltasync.trainer.exit import finish_at_exit
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
 from deltasync.trainer.retention import BackgroundPruner
+from deltasync.trainer.skips import Skips
 from deltasync.trainer.version import Metadata, VersionWriter
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,9 @@ class PublisherOptions:
     `anchors`: when to add an anchor for replicas that join late.
     `retention`: what stays of the feed; the rest is deleted in the background. By default everything stays. An error is
     logged, and never fails a publication.
+    `skips`: the levels of skips that are written in the background for replicas that are late, such as (4, 16, 64).
+    This reads the feed, and needs memory for a second copy of the weights: `deltasync compact --follow` does the same
+    on another machine. By default none are written. Sharded publishers write none.
     `wait`: a publication waits for the one before; otherwise it is captured at once and, if a third one comes before
     its turn, becomes part of that one. Sharded publishers always wait.
     `shadow_path`: keep the shadow in a mapped file instead of memory, which makes a restart quick. A sharded publisher
@@ -79,6 +84,7 @@ class PublisherOptions:
     processing_class: object = None
     anchors: AnchorPolicy = field(default_factory=AnchorPolicy)
     retention: Retention | None = None
+    skips: Sequence[int] = ()
     wait: bool = False
     shadow_path: str | os.PathLike[str] | None = None
     capture_on: Literal["device", "host"] = "device"
@@ -99,6 +105,8 @@ class PublisherOptions:
         arguments.instance("anchors", self.anchors, AnchorPolicy, hint="AnchorPolicy(versions=100), from deltasync")
         if self.retention is not None:
             arguments.instance("retention", self.retention, Retention, hint="Retention(versions=100), from deltasync")
+        if self.skips != ():
+            require_levels("skips", self.skips)
         arguments.optional_path("shadow_path", self.shadow_path)
         arguments.one_of("capture_on", self.capture_on, ("device", "host"))
         arguments.seconds("retry_s", self.retry_s)
@@ -268,6 +276,7 @@ class FeedPublisher:
             versions,
             shadow,
             Anchors(versions, shadow, options.anchors, backlog=backlog, observer=options.observer),
+            skips=Skips(self._writer.store, options.skips, retry_s=options.retry_s) if options.skips else None,
             observer=options.observer,
         )
         self._resources.callback(pipeline.close)

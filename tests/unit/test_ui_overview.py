@@ -218,6 +218,16 @@ def test_alerts(change: Callable[[SpyStore], None], wanted: list[str]) -> None:
     assert kinds(watch(store, 100).refresh()) == wanted
 
 
+def test_many_replicas_do_not_bury_everything_else() -> None:
+    store = paper_feed(100)
+    for number in range(50):
+        beat(store, f"late-{number}", 0, at_unix_s=end_of(100) - 10)
+    diverge(store)
+    found = alerts(watch(store, 100).refresh())
+    assert [alert.kind for alert in found] == ["diverged", "behind", "behind", "behind", "behind"]
+    assert found[-1].message == "47 more replicas are behind"
+
+
 @pytest.mark.parametrize(("silence_s", "wanted"), [(500, []), (700, ["publisher"]), (100_000, ["ended"])])
 def test_a_silent_publisher(silence_s: int, wanted: list[str]) -> None:
     store = paper_feed(100)

@@ -182,7 +182,7 @@ class Writer:
         A store that only claims to fence is used by one writer under a lease, with a warning; with `require_fencing`
         it is refused. ConflictError if another writer holds the lease.
         """
-        self._require_own_folder()
+        self.require_own_folder()
         probe_put(self.store)
         if not self._fences():
             self._lease = Lease(self.store, self.id, clock=self.clock)
@@ -257,7 +257,7 @@ class Writer:
             )
         return False
 
-    def _require_own_folder(self) -> None:
+    def require_own_folder(self) -> None:
         """InvalidInputError for a new feed in a folder that has other things in it, such as a checkpoint."""
         if not self.store.url.startswith("file:"):
             return

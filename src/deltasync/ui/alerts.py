@@ -1,11 +1,11 @@
 """What needs attention in a feed: rules over an overview."""
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from deltasync.ui.overview import Overview, Replica
+from deltasync.ui.overview import Overview
 
 Level = Literal["critical", "warning", "notice"]
 _LEVELS: tuple[Level, ...] = ("critical", "warning", "notice")
@@ -23,8 +23,8 @@ ENDED_S = 86_400.0
 COPIES_MAX = 20
 """A feed that was never pruned may hold so many full copies of the weights before its size is mentioned."""
 
-_LISTED = 20
-"""Alerts of one kind."""
+_LISTED = 3
+"""Alerts of one kind, beside one that counts the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,53 +52,44 @@ def has_ended(overview: Overview) -> bool:
     return (overview.age_s or 0.0) > max(ENDED_S, SILENT_INTERVALS * (overview.interval_s or 0.0))
 
 
+def _some(found: Sequence[Alert], more: str) -> Iterator[Alert]:
+    """The first of several alerts of one kind, and how many more there are: a fleet must not bury everything else."""
+    yield from found[:_LISTED]
+    if len(found) > _LISTED:
+        yield replace(found[0], message=f"{len(found) - _LISTED:,} more {more}")
+
+
 def _damage(overview: Overview) -> Iterator[Alert]:
     hint = "`deltasync verify` shows what it costs; publish an anchor to go on, or put the object back from a copy"
-    for damage in overview.damages[:_LISTED]:
+    found = []
+    for damage in overview.damages:
         where = damage.key if damage.version is None else f"version {damage.version}, {damage.key}"
-        yield Alert("critical", "damage", f"Damage in {where}: {damage.message}", hint)
-    if len(overview.damages) > _LISTED:
-        yield Alert("critical", "damage", f"{len(overview.damages) - _LISTED} more damaged objects", hint)
+        found.append(Alert("critical", "damage", f"Damage in {where}: {damage.message}", hint))
+    yield from _some(found, "objects are damaged")
 
 
 def _replicas(overview: Overview) -> Iterator[Alert]:
-    live = [r for r in overview.replicas if r.state.is_live]
-    for r in (r for r in live if r.state.has_digest is False):
-        yield Alert(
-            "critical",
-            "diverged",
-            f"Replica {r.state.id} has other bits than version {r.state.version} of this feed",
-            "scrub or restart it; if it follows another feed, give it another prefix",
-        )
-    behind = [r for r in live if (r.state.lag or 0) > BEHIND_VERSIONS]
-    for r in behind[:_LISTED]:
-        seconds = "" if r.lag_s is None else f" and {r.lag_s:,} s"
-        yield Alert(
-            "warning",
-            "behind",
-            f"Replica {r.state.id} is {r.state.lag:,} versions{seconds} behind",
-            "look at its phase times and its log; `deltasync compact` makes catching up cheaper",
-        )
-    if len(behind) > _LISTED:
-        yield Alert("warning", "behind", f"{len(behind) - _LISTED} more replicas are behind", "see the table")
-    if has_ended(overview):
-        return
-    silent = [r for r in overview.replicas if not r.state.is_live and _was_just_here(overview, r)]
-    for r in silent[:_LISTED]:
-        minutes = r.state.age_s // 60
-        yield Alert(
-            "warning",
-            "silent",
-            f"Replica {r.state.id} has not written a heartbeat for {minutes:,} min",
-            "check whether it runs, and whether it may write to replicas/",
-        )
-    if len(silent) > _LISTED:
-        yield Alert("warning", "silent", f"{len(silent) - _LISTED} more replicas are silent", "see the table")
-
-
-def _was_just_here(overview: Overview, replica: Replica) -> bool:
-    """A replica that stopped a day ago was probably ended; one that stopped since is missed."""
-    return replica.state.age_s < ENDED_S
+    diverged, behind, silent = [], [], []
+    for r in overview.replicas:
+        state = r.state
+        if state.is_live and state.has_digest is False:
+            message = f"Replica {state.id} has other bits than version {state.version} of this feed"
+            hint = "scrub or restart it; if it follows another feed, give it another prefix"
+            diverged.append(Alert("critical", "diverged", message, hint))
+        if state.is_live and state.lag is not None and state.lag > BEHIND_VERSIONS:
+            seconds = "" if r.lag_s is None else f" and {r.lag_s:,} s"
+            message = f"Replica {state.id} is {state.lag:,} versions{seconds} behind"
+            hint = "look at its phase times and its log; `deltasync compact` makes catching up cheaper"
+            behind.append(Alert("warning", "behind", message, hint))
+        # One that stopped long ago was probably ended on purpose.
+        if not state.is_live and state.age_s < ENDED_S:
+            message = f"Replica {state.id} has not written a heartbeat for {state.age_s // 60:,} min"
+            hint = "check whether it runs, and whether it may write to replicas/"
+            silent.append(Alert("warning", "silent", message, hint))
+    yield from _some(diverged, "replicas have other bits than their version")
+    yield from _some(behind, "replicas are behind")
+    if not has_ended(overview):
+        yield from _some(silent, "replicas are silent")
 
 
 def _publisher(overview: Overview) -> Iterator[Alert]:

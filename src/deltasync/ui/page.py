@@ -20,7 +20,7 @@ from deltasync.errors import DeltasyncError, NotFoundError
 from deltasync.feed.log import Log
 from deltasync.listener import Request, Response
 from deltasync.store.protocol import Store
-from deltasync.ui.alerts import alerts, has_ended
+from deltasync.ui.alerts import BEHIND_VERSIONS, alerts, has_ended
 from deltasync.ui.index import VersionDetail, read_version
 from deltasync.ui.overview import Overview, Watch
 
@@ -58,7 +58,8 @@ def asset(name: str) -> str:
 def feed_json(overview: Overview, error: dict[str, Any] | None = None) -> dict[str, Any]:
     """What the page shows: the overview, its alerts, and why it is no longer read, if it is not."""
     found = [alert.to_json() for alert in alerts(overview)]
-    return {**overview.to_json(), "alerts": found, "ended": has_ended(overview), "error": error}
+    rules = {"alerts": found, "ended": has_ended(overview), "behind_versions": BEHIND_VERSIONS}
+    return {**overview.to_json(), **rules, "error": error}
 
 
 class Page:

@@ -209,7 +209,7 @@ function renderReplicas() {
       r.lag === null ? "–" : whole.format(r.lag),
       r.lag_s === null ? "–" : duration(r.lag_s),
       `${duration(Math.max(1, r.age_s))} ago`,
-      !r.live ? pill("silent", "plain") : r.lag === null ? pill("starting", "plain") : r.lag > 8 ? pill("behind", "warn") : r.lag > 0 ? pill("catching up", "plain") : pill("current", "good"),
+      !r.live ? pill("silent", "plain") : r.lag === null ? pill("starting", "plain") : r.lag > feed.behind_versions ? pill("behind", "warn") : r.lag > 0 ? pill("catching up", "plain") : pill("current", "good"),
       r.digest_equal === null ? "not known" : r.digest_equal ? pill("equal", "good") : pill("DIFFERENT", "bad"),
       r.proved_version === null || r.proved_age_s === null ? "–" : `v${whole.format(r.proved_version)}, ${duration(r.proved_age_s)} ago`,
       phases(r.seconds),

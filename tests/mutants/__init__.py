@@ -4,10 +4,10 @@
 record to the file of its room; where no test kills it, write that test.
 """
 
-from . import feed, native, replica, trainer, vllm
+from . import feed, native, replica, trainer, ui, vllm
 from .mutant import Mutant
 
-ROOMS = (feed, trainer, replica, vllm, native)
+ROOMS = (feed, trainer, replica, vllm, ui, native)
 
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for room in ROOMS for mutant in room.MUTANTS}
 """All mutants by name."""

@@ -172,27 +172,36 @@ def test_a_store_that_was_never_reached_is_shown_as_such() -> None:
 
 
 def test_the_feed_is_read_only_while_someone_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POLL_S", 0.01)
-    shown, reads = Page(Feed.of(2).store), 0
+    """After each read it waits for a request, however long that takes."""
+    monkeypatch.setattr(module, "POLL_S", 0.001)
+    shown, reads, reads_at_wait = Page(Feed.of(2).store), 0, []
     refresh = shown.refresh
 
     def counting() -> None:
         nonlocal reads
         reads += 1
         refresh()
+        if reads > 100:
+            shown.stop()
+
+    class Asked(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is None
+            reads_at_wait.append(reads)
+            return super().wait()
 
     monkeypatch.setattr(shown, "refresh", counting)
+    monkeypatch.setattr(shown, "_asked", Asked())
     thread = threading.Thread(target=shown.run)
     thread.start()
     try:
-        wait_until(lambda: reads == 1)
-        for wanted in (2, 3):
-            get(shown, "/api/feed")
+        for wanted in (1, 2, 3):
             wait_until(lambda wanted=wanted: reads >= wanted)
+            get(shown, "/api/feed")
     finally:
         shown.stop()
         thread.join()
-    assert reads <= 5
+    assert reads_at_wait[:3] == [1, 2, 3]
 
 
 def test_a_report_has_everything_inside_and_escapes_foreign_text() -> None:

@@ -77,6 +77,11 @@ class Log:
         """The record of the feed; None before its first commit."""
         return self._record(keys.FEED, FeedRecord.from_bytes)
 
+    def feed_id(self) -> str | None:
+        """The id of the feed; None before its first commit."""
+        record = self.feed()
+        return None if record is None else record.feed
+
     def head(self, *, after: int | None = None) -> Manifest | None:
         """The newest version, or None if there is none after `after`, a version that the caller has seen.
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -29,6 +29,7 @@ from deltasync.replica.mirror import Handoff, Mirror
 from deltasync.replica.target import STAGED_DIGEST, Damage, Staged, Target
 from deltasync.store import Feed, opened
 from deltasync.store.retry import RetryingStore
+from deltasync.tracing import VersionTracer
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class Follower(ProcessBound):
         self._last: Advance | None = None
         self._live_unix_ms = 0
         """When the last advance went live."""
+        self._tracer = VersionTracer(self._log.feed_id)
         self._seconds = Seconds()
         """The time of all advances."""
         self._read_back: tuple[int, int] | None = None
@@ -483,11 +485,29 @@ class Follower(ProcessBound):
         self._last, self._live_unix_ms = advanced, int(1000 * time.time())
         self._seconds += seconds
         logger.info("%s", advanced)
+        self._trace(advanced)
         self._set_served(staged.version)
         if self._observer is not None:
             self._observer(advanced)
         self._beat()
         return advanced
+
+    def _trace(self, advanced: Advance) -> None:
+        """Record the span of the version that went live."""
+        self._tracer.record(
+            "move",
+            advanced.version,
+            [(name, value) for name, value in asdict(advanced.seconds).items() if name != "pause"],
+            end_unix_s=time.time(),
+            attributes={
+                "replica": self.replica,
+                "from_version": advanced.from_version,
+                "edges": list(advanced.edges),
+                "fetched_bytes": advanced.nbytes,
+                "changed": advanced.changed,
+                "pause_s": advanced.seconds.pause,
+            },
+        )
 
     def _require_weights(self) -> Weights:
         if self._mirror.weights is None or self._mirror.version is None:

@@ -19,6 +19,7 @@ from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
 from deltasync.format.weights import Changes
 from deltasync.parallel import Pool
+from deltasync.tracing import VersionTracer
 from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.capture import Capture, Shadow, by_tensor, in_blocks, rebase, tensors_of
 from deltasync.trainer.events import (
@@ -52,6 +53,7 @@ class _Job:
     capture: Capture | None
     extra: Mapping[str, str]
     captured: CaptureTime
+    committed_unix_s: float = 0.0
 
     @property
     def step(self) -> int | None:
@@ -94,6 +96,7 @@ class Pipeline:
         The next job finds out whether the commit happened.
         """
         self._events: list[PublishEvent] = []
+        self._tracer = VersionTracer(versions.writer.log.feed_id)
         # Now: from Python 3.12 on, no thread can be started any more when the interpreter exits.
         self._pool.start()
         anchors.start()
@@ -260,6 +263,7 @@ class Pipeline:
 
     def _finish(self, job: _Job, done: "Future[tuple[Manifest, PublishEvent]]") -> None:
         """Complete the publications of a job, begin the next job, and report the events."""
+        job.committed_unix_s = time.time()
         error = done.exception()
         if error is not None:
             logger.error("step %s was not published: %s", job.step, error)
@@ -284,5 +288,25 @@ class Pipeline:
             report_failure(self._observer, error)
         for event in events if error is not None else (*events, done.result()[1]):
             logger.info("%s", event)
+            self._trace(event, job)
             if self._observer is not None:
                 self._observer(event)
+
+    def _trace(self, event: PublishEvent, job: _Job) -> None:
+        """Record the span of a version. What was held in the trainer's thread ended before the other phases began."""
+        self._tracer.record(
+            "publish",
+            event.version,
+            [(phase, getattr(event, f"{phase}_s")) for phase in ("encode", "put", "commit")],
+            began_unix_s=job.captured.unix_s,
+            end_unix_s=job.committed_unix_s,
+            attributes={
+                "kind": event.kind,
+                "step": event.step,
+                "changed": event.changed,
+                "payload_bytes": event.payload_bytes,
+                "held_s": event.held_s,
+                "coalesced": event.coalesced,
+                "retries": event.retries,
+            },
+        )

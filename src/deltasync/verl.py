@@ -1,0 +1,261 @@
+"""A checkpoint engine for verl: weights go from the actors to the rollout workers through a feed.
+
+    actor_rollout_ref.rollout.checkpoint_engine.backend=deltasync
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=deltasync.verl
+    +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.deltasync.feed=s3://bucket/run-42
+
+verl imports this module in actors, rollout workers and its manager, which registers the engine.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
+
+from deltasync import arguments
+from deltasync.errors import InvalidInputError, NotFoundError
+from deltasync.feed.log import Log
+from deltasync.feed.plan import Plan
+from deltasync.feed.replay import open_start, replay, with_fallback, zeros
+from deltasync.format.manifest import Manifest
+from deltasync.format.weights import Weights
+from deltasync.store import opened
+from deltasync.torch.publisher import Publisher
+from deltasync.torch.tensors import torch_dtype
+from deltasync.trainer.publisher import PublisherOptions
+
+__all__ = ["DeltasyncCheckpointEngine"]
+
+BACKEND = "deltasync"
+
+_EXPECTED = {
+    "prepare": ["self"],
+    "build_topology": ["actor_wg_world_size", "rollout_world_size", "metadata"],
+    "init_process_group": ["self", "kwargs"],
+    "finalize": ["self"],
+    "send_weights": ["self", "weights", "global_steps"],
+    "receive_weights": ["self", "global_steps"],
+    "get_weights": ["self"],
+}
+"""The methods that verl 0.9.1 asks an engine for, and their parameters."""
+
+_NONE = -1
+_POLL_FIRST_S, _POLL_MOST_S = 0.05, 1.0
+
+
+def require_seam(base: type) -> None:
+    """InvalidInputError, naming the difference, unless verl's base class is the one that this engine implements."""
+    found = {name: list(inspect.signature(getattr(base, name)).parameters) for name in base.__abstractmethods__}  # type: ignore[attr-defined]
+    if found != _EXPECTED:
+        differing = sorted(name for name in {*found, *_EXPECTED} if found.get(name) != _EXPECTED.get(name))
+        raise InvalidInputError(
+            f"this release of verl has another checkpoint engine: {', '.join(differing)} differ",
+            hint="deltasync.verl is made for verl 0.9.1",
+        )
+
+
+require_seam(CheckpointEngineWithCache)
+
+
+@CheckpointEngineRegistry.register(BACKEND)
+class DeltasyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc]
+    """Actor rank 0 publishes each round as a version; each rollout worker fetches what changed since its last one.
+
+    `feed`: a URL that actors and rollout workers can reach.
+    `dtype`: publish floating-point weights as this type, such as "bfloat16"; they are sent as they are otherwise.
+    `device`: where the rollout workers put the tensors; by default the accelerator, if there is one.
+    `wait_s`: how long a rollout worker waits for the version of a round, and an actor for its commit.
+    `bucket_size` and `is_master` are verl's own.
+
+    Every worker keeps a copy of the weights in the memory of its host, so that a round fetches only changes.
+    """
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        *,
+        feed: str,
+        dtype: str | None = None,
+        device: str | None = None,
+        wait_s: float = 600.0,
+    ) -> None:
+        self.bucket_size = bucket_size
+        self.is_master = is_master
+        self._feed = feed
+        self._dtype = None if dtype is None else _floating(dtype)
+        self._device = device
+        self._wait_s = arguments.seconds("wait_s", wait_s, is_zero_allowed=False)
+        self._resources = ExitStack()
+        self._publisher: Publisher | None = None
+        self._log: Log | None = None
+        self._wanted: int | None = None
+        self._version: int | None = None
+        self._weights: Weights | None = None
+
+    def prepare(self) -> dict[str, Any]:
+        """What the manager needs: the master says which version the feed has before this round."""
+        if not self.is_master:
+            return {}
+        head = self._open().head() if self._publisher is None else self._publisher.head
+        return {"feed": self._feed, "version": _NONE if head is None else head.version}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Tell every worker which version this round makes. Nothing else connects them."""
+        masters = [item for item in metadata if "version" in item]
+        if len(masters) != 1:
+            raise InvalidInputError(f"one actor must be the master, not {len(masters)}")
+        version = masters[0]["version"] + 1
+        return {"version": [version] * actor_wg_world_size}, {"version": [version] * rollout_world_size}
+
+    def init_process_group(self, **kwargs: Any) -> None:
+        """Note the version of this round."""
+        self._wanted = arguments.whole_number("version", kwargs.get("version"))
+
+    def finalize(self) -> None:
+        """End the round. The feed, and what this worker holds, stay for the next one."""
+        self._wanted = None
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
+        """Publish the weights, and wait for the commit. Actors other than the master only take part in the gathering.
+
+        Returns numbers for the trainer's log.
+        """
+        if not self.is_master:
+            await _exhaust(weights)
+            return {}
+        if self._publisher is None:
+            options = PublisherOptions(wait=True)
+            self._publisher = self._resources.enter_context(Publisher(self._feed, dtype=self._dtype, options=options))
+        publisher = self._publisher
+        weights = aiter(weights) if hasattr(weights, "__aiter__") else iter(weights)
+        try:
+            if hasattr(weights, "__aiter__"):
+                pairs = _from_thread(weights, asyncio.get_running_loop())
+                publication = await asyncio.to_thread(publisher.publish, pairs, step=global_steps)
+            else:
+                publication = publisher.publish(weights, step=global_steps)
+        finally:
+            # Gathering a tensor is a collective: the other actors wait if one of them stops in the middle.
+            await _exhaust(weights)
+        manifest = await asyncio.to_thread(publication.wait, self._wait_s)
+        if self._wanted is not None and manifest.version != self._wanted:
+            raise InvalidInputError(
+                f"this round became version {manifest.version}, not {self._wanted}",
+                hint="does another trainer publish?",
+            )
+        return {
+            "deltasync/version": float(manifest.version),
+            "deltasync/bytes": float(manifest.nbytes),
+            "deltasync/changed_share": 1.0
+            if manifest.changed is None
+            else manifest.changed / max(1, manifest.elements),
+        }
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The weights of this round's version, once it is committed."""
+        if self._wanted is None:
+            raise InvalidInputError("receive_weights needs a round", hint="verl calls init_process_group first")
+        manifest = await self._committed(self._wanted)
+        if global_steps is not None and manifest.step != global_steps:
+            raise InvalidInputError(f"version {manifest.version} is of step {manifest.step}, not of {global_steps}")
+        await asyncio.to_thread(self._advance, manifest)
+        for pair in self._tensors():
+            yield pair
+
+    async def get_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The weights of the newest version, for rollout workers that fetch whenever they are free."""
+        await asyncio.to_thread(lambda: self._advance(self._open().require_head()))
+        for pair in self._tensors():
+            yield pair
+
+    def close(self) -> None:
+        """Finish what is in flight, and release the feed."""
+        self._publisher = self._log = None
+        self._resources.close()
+
+    def _open(self) -> Log:
+        if self._log is None:
+            self._log = Log(self._resources.enter_context(opened(self._feed)))
+        return self._log
+
+    async def _committed(self, version: int) -> Manifest:
+        until_s, pause_s = time.monotonic() + self._wait_s, _POLL_FIRST_S
+        while True:
+            try:
+                return await asyncio.to_thread(self._open().read, version)
+            except NotFoundError as error:
+                if time.monotonic() > until_s:
+                    hint = "look at the log of actor rank 0"
+                    raise NotFoundError(
+                        f"version {version} was not committed within {self._wait_s:g} s", version=version, hint=hint
+                    ) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_MOST_S)
+
+    def _advance(self, target: Manifest) -> None:
+        """Bring the copy of the weights to a version, by the cheapest plan, and prove it by its digest."""
+        if self._version == target.version:
+            return
+        log = self._open()
+
+        def attempt(plan: Plan) -> None:
+            start = None
+            if plan.edges[0].start is None:
+                start = open_start(log, plan)
+                if self._weights is None or self._weights.layout != start.layout:
+                    self._weights = zeros(start.layout)
+            weights = self._weights
+            if weights is None:
+                raise InvalidInputError("there are no weights to change")
+            self._version = None
+            replay(log, plan, weights, base=None if start is None else start.base)
+            self._version = target.version
+
+        with_fallback(log, target, attempt, start=lambda: self._version)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._weights is None:
+            raise InvalidInputError("there are no weights yet")
+        device = self._device
+        if device is None:
+            device = "cpu" if not torch.accelerator.is_available() else str(torch.accelerator.current_accelerator())
+        for spec, bits in zip(self._weights.layout.tensors, self._weights.arrays, strict=True):
+            # A copy: a worker may keep a tensor for longer than a round.
+            tensor = torch.from_numpy(bits.copy()).view(torch_dtype(spec.dtype)).reshape(spec.shape)
+            yield spec.name, tensor.to(device)
+
+
+def _floating(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InvalidInputError(f"dtype must be the name of a floating-point type of torch, not {name!r:.40}")
+    return dtype
+
+
+async def _exhaust(weights: Any) -> None:
+    """Iterate to the end."""
+    if hasattr(weights, "__aiter__"):
+        async for _ in weights:
+            pass
+    else:
+        for _ in weights:
+            pass
+
+
+def _from_thread(weights: Any, loop: asyncio.AbstractEventLoop) -> Iterator[tuple[str, torch.Tensor]]:
+    """An asynchronous iterator of a running loop, for a thread."""
+
+    async def following() -> Any:
+        return await anext(weights, None)
+
+    while (item := asyncio.run_coroutine_threadsafe(following(), loop).result()) is not None:
+        yield item

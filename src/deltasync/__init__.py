@@ -1,8 +1,9 @@
 """Lossless sparse weight deltas from a trainer to its inference replicas, through an object store.
 
 These names, and those of `deltasync.torch`, `deltasync.transformers`, `deltasync.trl`, `deltasync.interop`,
-`deltasync.sglang` and `deltasync.testing`, are public. Everything else is internal. They need NumPy, not torch. Each is
-imported when it is first used, so that a command that is interrupted while it starts can end without a traceback.
+`deltasync.sglang`, `deltasync.trackers` and `deltasync.testing`, are public. Everything else is internal. They need
+NumPy, not torch. Each is imported when it is first used, so that a command that is interrupted while it starts can end
+without a traceback.
 """
 
 import sys

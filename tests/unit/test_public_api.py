@@ -28,6 +28,7 @@ DOORS = (
     "deltasync.trl",
     "deltasync.interop",
     "deltasync.sglang",
+    "deltasync.trackers",
     "deltasync.testing",
 )
 

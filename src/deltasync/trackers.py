@@ -1,0 +1,100 @@
+"""Observers that send what publishers and followers report to W&B, MLflow or TensorBoard.
+
+    options = PublisherOptions(observer=to_wandb(run))
+    Follower(feed, target, observer=to_tensorboard(writer))
+
+Each takes the run, client or writer that you have: no tracker is imported here. An error in an observer is logged and
+stops nothing.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deltasync.errors import InvalidInputError
+from deltasync.replica.events import Advance
+from deltasync.trainer.events import PublishEvent
+
+__all__ = ["Observer", "event_metrics", "to_mlflow", "to_tensorboard", "to_wandb"]
+
+Observer = Callable[[PublishEvent | Advance], None]
+
+PREFIX = "deltasync/"
+
+
+def event_metrics(event: PublishEvent | Advance, *, clock: Callable[[], float] = time.time) -> dict[str, float]:
+    """The numbers of an event, by their names in a tracker.
+
+    Of a publication: `publish/bytes`, `publish/changed_share`, `publish/bits_per_changed`, `publish/held_s` (how long
+    the trainer waited), `publish/background_s`, `publish/retries`; of an anchor `anchor/bytes`. Of a replica:
+    `replica/bytes`, `replica/pause_s`, `replica/total_s`, `replica/lag_s` (since the commit, by both clocks).
+    """
+    found: dict[str, float | None]
+    if isinstance(event, Advance):
+        s = event.seconds
+        late_s = None if event.committed_unix_s is None else max(0.0, clock() - event.committed_unix_s)
+        total_s = s.plan + s.fetch + s.decode + s.stage + s.commit
+        found = {"bytes": event.nbytes, "pause_s": s.pause, "total_s": total_s, "lag_s": late_s}
+        return _named("replica", event.version, found)
+    if event.kind == "anchor" and event.version > 0:
+        return _named("anchor", event.version, {"bytes": event.payload_bytes})
+    found = {
+        "bytes": event.payload_bytes,
+        "changed_share": event.density,
+        "bits_per_changed": 8 * event.payload_bytes / event.changed if event.changed else None,
+        "held_s": event.held_s,
+        "background_s": event.encode_s + event.put_s + event.commit_s,
+        "retries": event.retries,
+    }
+    return _named("publish", event.version, found)
+
+
+def to_wandb(run: Any) -> Observer:
+    """Log to a run of W&B, in the row of the trainer's current step: the steps of the run stay those of the trainer."""
+    _require(run, "log", "define_metric", what="a run of W&B, as wandb.init() returns it")
+    run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}version")
+
+    def observe(event: PublishEvent | Advance) -> None:
+        run.log(event_metrics(event), commit=False)
+
+    return observe
+
+
+def to_mlflow(client: Any, *, run_id: str) -> Observer:
+    """Log to a run of MLflow, with the version as the step: `to_mlflow(MlflowClient(), run_id=run.info.run_id)`.
+
+    A client is needed, as MLflow's active run is that of a thread.
+    """
+    _require(client, "log_metric", what="a MlflowClient")
+
+    def observe(event: PublishEvent | Advance) -> None:
+        metrics = event_metrics(event)
+        step = int(metrics.pop(f"{PREFIX}version"))
+        for name, value in metrics.items():
+            client.log_metric(run_id, name, value, step=step)
+
+    return observe
+
+
+def to_tensorboard(writer: Any) -> Observer:
+    """Log to a SummaryWriter, with the version as the step."""
+    _require(writer, "add_scalar", what="a SummaryWriter")
+
+    def observe(event: PublishEvent | Advance) -> None:
+        metrics = event_metrics(event)
+        step = int(metrics.pop(f"{PREFIX}version"))
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+
+    return observe
+
+
+def _named(side: str, version: int, found: dict[str, float | None]) -> dict[str, float]:
+    named = {f"{PREFIX}{side}/{name}": float(value) for name, value in found.items() if value is not None}
+    return {f"{PREFIX}version": float(version), **named}
+
+
+def _require(thing: Any, *methods: str, what: str) -> None:
+    missing = [name for name in methods if not callable(getattr(thing, name, None))]
+    if missing:
+        raise InvalidInputError(f"this is not {what}: it has no {', '.join(missing)}")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from deltasync.feed.compact import compact
     from deltasync.feed.pins import pin, pins, unpin
     from deltasync.feed.prune import Pruning, Retention, plan_prune, prune
+    from deltasync.feed.relay import Relayed, relay
     from deltasync.feed.replay import restore
     from deltasync.feed.verify import Verification, verify
     from deltasync.format.digest import StateDigest
@@ -79,6 +80,7 @@ __all__ = [
     "PublisherMetrics",
     "PublisherOptions",
     "RankError",
+    "Relayed",
     "Retention",
     "Staged",
     "StateDigest",
@@ -99,6 +101,7 @@ __all__ = [
     "plan_prune",
     "prune",
     "publish",
+    "relay",
     "restore",
     "set_threads",
     "unpin",
@@ -121,6 +124,7 @@ _MODULES = {
     "deltasync.feed.compact": ("compact",),
     "deltasync.feed.pins": ("pin", "pins", "unpin"),
     "deltasync.feed.prune": ("Pruning", "Retention", "plan_prune", "prune"),
+    "deltasync.feed.relay": ("Relayed", "relay"),
     "deltasync.feed.replay": ("restore",),
     "deltasync.feed.verify": ("Verification", "verify"),
     "deltasync.format.digest": ("StateDigest",),

@@ -738,3 +738,55 @@ def test_prune_follows_a_feed(place: Path, capsys: Out) -> None:
         assert process.wait(60) == 0
     capsys.readouterr()
     assert run("verify", "feed", "--deep") == 0
+
+
+# --- relay ------------------------------------------------------------------------------------------------------------
+
+
+def test_relay_copies_a_feed(place: Path, capsys: Out) -> None:
+    assert run("relay", "feed", "near", "far", "--json", "--every") == 0
+    found = read_json(capsys)
+    near, far = found["destinations"]
+    assert near.keys() == {"destination", "edges", "bytes"}
+    assert near["bytes"] == far["bytes"] > 0
+    fields = {"destination", "kind", "version", "parent", "payload_bytes", "manifest_bytes", "left_out"}
+    assert all(sent.keys() == fields for sent in found["sent"])
+    total = sum(sent["payload_bytes"] + sent["manifest_bytes"] for sent in found["sent"])
+    assert total == near["bytes"] + far["bytes"]
+    for name in ("near", "far"):
+        assert run("verify", name, "--deep") == 0
+        assert "5 versions decoded and proved: 0-4" in text(capsys)
+    assert run("relay", "feed", "near") == 0
+    assert "0 edges, 0 B sent" in text(capsys)
+
+
+def test_relay_refuses_a_feed_of_another_run(place: Path, capsys: Out) -> None:
+    assert run("publish", "other", "c0") == 0
+    before = sorted(path for path in (place / "other").rglob("*"))
+    assert run("relay", "feed", "new", "other") == 1
+    assert "relay.feed" in capsys.readouterr().err
+    assert sorted(path for path in (place / "other").rglob("*")) == before
+    assert not (place / "new").exists()
+    with pytest.raises(SystemExit):
+        run("relay", "feed")
+
+
+def test_relay_follows_and_goes_on_after_a_kill(place: Path, capsys: Out) -> None:
+    argv = [sys.executable, "-m", "deltasync", "relay", "feed", "copy", "--follow", "--json", "--heartbeats"]
+    for signal_number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 0)):
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            if signal_number == signal.SIGKILL:
+                assert json.loads(process.stdout.readline())["kind"] == "anchor"
+            else:
+                assert run("publish", "feed", "c5", "--step", "50") == 0
+                while json.loads(process.stdout.readline()).get("version") != 5:
+                    pass
+            process.send_signal(signal_number)
+            assert process.wait(60) == code
+    capsys.readouterr()
+    assert run("verify", "copy", "--deep") == 0
+    assert run("show", "copy", "--json") == 0
+    capsys.readouterr()
+    assert run("status", "feed") == 0
+    assert "relay" in text(capsys)

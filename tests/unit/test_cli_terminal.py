@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[int, list[str]]] = {
     "restore": (0, ["small", "-o", "out"]),
     "prune": (0, ["pruned", "--keep-anchors", "1", "--keep-versions", "1"]),
     "compact": (0, ["pruned", "--levels", "2"]),
+    "relay": (0, ["small", "copy"]),
     "pin": (0, ["small", "0", "--name", "best", "--note", "why"]),
     "unpin": (0, ["pruned", "newest"]),
     "pins": (0, ["small"]),

@@ -51,6 +51,7 @@ def build_parser() -> Parser:
         _add_restore,
         _add_prune,
         _add_compact,
+        _add_relay,
         _add_pin,
         _add_unpin,
         _add_pins,
@@ -298,6 +299,28 @@ def _add_compact(commands: Commands) -> None:
         help="versions that a skip leads over, each a multiple of the one before (default: 4,16,64)",
     )
     _add_threads(parser)
+
+
+def _add_relay(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "relay",
+        "relay",
+        "Copy a feed to other stores.",
+        more="Only what a destination does not have is sent. An interrupted copy goes on.",
+        example="deltasync relay s3://us-bucket/run-42 s3://eu-bucket/run-42 --follow",
+    )
+    _add_url(parser)
+    parser.add_place("destination", repeated=True, help="where to copy it to: an empty place, or an earlier copy")
+    parser.add_argument("--follow", action="store_true", help="go on with new versions, until SIGINT or SIGTERM")
+    parser.add_argument(
+        "--every", action="store_true", help="copy every version that can be restored, however far behind"
+    )
+    parser.add_argument("--no-anchors", action="store_true", help="do not copy anchors that were added to versions")
+    parser.add_argument("--skips", action="store_true", help="copy skips, too")
+    parser.add_argument(
+        "--heartbeats", action="store_true", help="let the source know the replicas of the destinations"
+    )
 
 
 def _add_pin(commands: Commands) -> None:

@@ -182,7 +182,7 @@ def _logging(args: argparse.Namespace) -> Iterator[None]:
     level = logging.ERROR if args.quiet else (logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)]
     handler = _StderrHandler()
     handler.setLevel(level)
-    handler.setFormatter(_LogFormatter(is_json=args.json, has_time=args.command == "follow"))
+    handler.setFormatter(_LogFormatter(is_json=args.json, has_time=getattr(args, "follow", args.command == "follow")))
     logger = logging.getLogger("deltasync")
     level_before, show_before = logger.level, warnings.showwarning
     logger.addHandler(handler)

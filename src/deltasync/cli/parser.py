@@ -27,6 +27,8 @@ class Place:
     name: str
     convert: Callable[[str], Any] = str
     is_optional: bool = False
+    is_repeated: bool = False
+    """Takes all arguments that are left, as a list."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,10 +38,21 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.places: list[Place] = []
 
-    def add_place(self, name: str, convert: Callable[[str], Any] = str, *, optional: bool = False, help: str) -> None:
-        """Add a positional argument. All of them are optional to argparse: `parse` assigns them."""
-        self.places.append(Place(name, convert, optional))
-        self.add_argument(name, nargs="?", metavar=name.upper(), help=help)
+    def add_place(
+        self,
+        name: str,
+        convert: Callable[[str], Any] = str,
+        *,
+        optional: bool = False,
+        repeated: bool = False,
+        help: str,
+    ) -> None:
+        """Add a positional argument. All of them are optional to argparse: `parse` assigns them.
+
+        Only the last one may be repeated; its value is a list.
+        """
+        self.places.append(Place(name, convert, optional, repeated))
+        self.add_argument(name, nargs="*" if repeated else "?", metavar=name.upper(), help=help)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, f"see `{self.prog} --help`")
@@ -78,14 +91,18 @@ def read_arguments(parser: Parser, given: Sequence[str], environment: Mapping[st
             options = [name for action in command._actions for name in action.option_strings]
             command.error(f"there is no option {text.partition('=')[0]!r:.80}" + suggestion(text, options))
     # argparse cannot assign arguments that follow an option to places that may be empty: it returns them as the rest.
-    texts = [text for place in command.places if (text := getattr(args, place.name)) is not None]
+    texts: list[str] = []
+    for place in command.places:
+        value = getattr(args, place.name)
+        texts += value if isinstance(value, list) else [] if value is None else [value]
     _assign(args, command, [*texts, *rest], environment.get(FEED_VARIABLE) or None)
     return args
 
 
 def _assign(args: argparse.Namespace, command: Parser, texts: list[str], feed: str | None) -> None:
     places = command.places
-    if len(texts) > len(places):
+    is_repeated = bool(places) and places[-1].is_repeated
+    if len(texts) > len(places) and not is_repeated:
         command.error(f"there is one argument too many: {texts[len(places)]!r:.80}")
     required = [place for place in places if not place.is_optional]
     if feed is not None and places and places[0].name == "url":
@@ -93,13 +110,20 @@ def _assign(args: argparse.Namespace, command: Parser, texts: list[str], feed: s
         is_version = len(texts) == 1 and places[-1].name == "version" and texts[0].isdecimal()
         if len(texts) < max(1, len(required)) or is_version:
             texts = [feed, *texts]
-    for place, text in zip(places, [*texts, *[None] * (len(places) - len(texts))], strict=True):
+    if is_repeated:
+        setattr(args, places[-1].name, [])
+    last = places[-1:] * (len(texts) - len(places))
+    for place, text in zip([*places, *last], [*texts, *[None] * (len(places) - len(texts))], strict=True):
         if text is None and not place.is_optional:
             missing = [each.name.upper() for each in required[len(texts) :]]
             also = f" (or set {FEED_VARIABLE})" if place.name == "url" else ""
             command.error(f"{' and '.join(missing)} is missing{also}")
         try:
-            setattr(args, place.name, None if text is None else place.convert(text))
+            value = None if text is None else place.convert(text)
+            if place.is_repeated:
+                getattr(args, place.name).append(value)
+            else:
+                setattr(args, place.name, value)
         except argparse.ArgumentTypeError as error:
             command.error(f"argument {place.name.upper()}: {error}")
 

@@ -49,6 +49,7 @@ class DeepCheck:
         self._base = base
         # The payloads of edges that `prune` gave up are gone.
         self._edges = [edge for edge in survey.edges() if edge.key not in known_bad and survey.holds(edge)]
+        self._bridges = _bridges(self._edges)
         self._count = counting(progress, "verify", sum(edge.nbytes for edge in self._edges))
         self._held: tuple[int, Weights] | None = None
         self._not_decoded = 0
@@ -67,7 +68,7 @@ class DeepCheck:
 
     def run(self) -> None:
         """Check every edge once."""
-        for edge in sorted(self._edges, key=_walking_order):
+        for edge in sorted(self._edges, key=lambda edge: (*_walking_order(edge), edge.key in self._bridges)):
             try:
                 self._check(edge)
             except _DAMAGE as error:
@@ -90,7 +91,7 @@ class DeepCheck:
             if first is not None:
                 self._held = None
                 self._rebuild(edge, chain((first,), payloads), zeros(first.header.layout), is_proved=False)
-        elif edge.manifest.kind == "delta" and held is not None:
+        elif held is not None and (edge.manifest.kind == "delta" or edge.key in self._bridges):
             self._rebuild(edge, payloads, held, is_proved=edge.end != self._head)
         else:
             self._check_aside(edge, payloads, held)
@@ -142,6 +143,16 @@ class DeepCheck:
 
     def _weights_of(self, version: int) -> Weights | None:
         return self._held[1] if self._held is not None and self._held[0] == version else None
+
+
+def _bridges(edges: Collection[Edge]) -> set[str]:
+    """The skips by which the walk goes on where there is no delta: the shortest one from each such version."""
+    with_delta = {edge.start for edge in edges if edge.manifest.kind == "delta"}
+    shortest: dict[int, Edge] = {}
+    for edge in sorted((edge for edge in edges if edge.manifest.kind == "skip"), key=lambda edge: edge.end):
+        if edge.start is not None and edge.start not in with_delta:
+            shortest.setdefault(edge.start, edge)
+    return {edge.key for edge in shortest.values()}
 
 
 def _walking_order(edge: Edge) -> tuple[int, int]:

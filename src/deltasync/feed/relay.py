@@ -1,0 +1,499 @@
+"""Copy a feed to another store, version by version, so that replicas read from near.
+
+The copy has the manifests of all versions, byte for byte, and the payloads of the edges that were sent. It is a feed
+like any other, with the same id. Where the link is slower than training, edges are sent that lead over several
+versions: those between cannot be restored from the copy, and its floor says so.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from deltasync.errors import (
+    ConflictError,
+    CorruptError,
+    DeltasyncError,
+    FormatError,
+    InvalidInputError,
+    NotFoundError,
+)
+from deltasync.feed.fetch import fetch
+from deltasync.feed.log import READ_THREADS, Log, get_manifest, is_live, parse_manifest, with_reread
+from deltasync.feed.plan import Edge, Plan
+from deltasync.feed.replay import blocking, with_fallback
+from deltasync.feed.writer import Writer, probe_clock
+from deltasync.format import keys
+from deltasync.format.manifest import Kind, Manifest, PayloadRef
+from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat
+from deltasync.parallel import each
+from deltasync.store import Feed, opened
+from deltasync.store.protocol import Store
+from deltasync.store.retry import Retry
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 60.0
+LAG_MAX = 4
+"""A destination that is further behind gets the cheapest edges, which may lead over versions; otherwise every delta."""
+
+TRUST_S = 3600
+"""A payload that was put longer ago, and that no manifest names, is put again: a pruner may be about to delete it."""
+
+LATE_S = 6 * 3600
+"""Payloads that were put longer ago are put again when the manifest that names them is created."""
+
+OTHERS_S = 10.0
+"""Seconds between two looks for anchors and skips that are not copied yet."""
+
+BEAT_S = 30.0
+"""Seconds between two looks at the heartbeats of a destination."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """One edge that was sent to a destination, or that it had already."""
+
+    destination: str
+    kind: Kind
+    version: int
+    parent: int | None
+    payload_bytes: int
+    """Bytes of payloads that were sent: 0 if the destination had all of them."""
+    manifest_bytes: int
+    left_out: int
+    """Versions between that cannot be restored from the copy."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "destination": self.destination,
+            "kind": self.kind,
+            "version": self.version,
+            "parent": self.parent,
+            "payload_bytes": self.payload_bytes,
+            "manifest_bytes": self.manifest_bytes,
+            "left_out": self.left_out,
+        }
+
+
+def relay(
+    source: Feed,
+    *destinations: Feed,
+    every: bool = False,
+    anchors: bool = True,
+    skips: bool = False,
+    heartbeats: bool = False,
+    retry_s: float = RETRY_S,
+) -> tuple[tuple[Relayed, ...], ...]:
+    """Copy a feed to other stores up to its newest version. Returns what was sent to each of them, in this order.
+
+    What a destination has is not sent again, so that an interrupted copy goes on where it ended. Publishers, replicas,
+    `prune` and compactors may work on the source, and all but publishers on the destinations.
+
+    `every`: copy every version that the source can restore, from its floor on. Otherwise the copy of a new destination
+    begins with the cheapest plan for the newest version, and one that is far behind gets skips, or an anchor, instead
+    of every delta. `anchors`: also copy the newest anchor (with `every`, all of them) that was added to a version.
+    `skips`: also copy skips. `heartbeats`: let the source know the replicas of the destinations.
+
+    InvalidInputError, before anything is written, if a destination is a feed of another run; ConflictError if it has
+    another version under the same number. NotFoundError if the source has no version.
+    """
+    if not destinations:
+        raise InvalidInputError("relay needs at least one destination")
+    with ExitStack() as held:
+        store = held.enter_context(opened(source))
+        relays = [
+            Relay(
+                store,
+                held.enter_context(opened(destination)),
+                every=every,
+                anchors=anchors,
+                skips=skips,
+                heartbeats=heartbeats,
+                retry_s=retry_s,
+            )
+            for destination in destinations
+        ]
+        for each_relay in relays:
+            each_relay.check()
+        with ThreadPoolExecutor(len(relays)) as pool:
+            return tuple(pool.map(lambda each_relay: tuple(each_relay.advance()), relays))
+
+
+class Relay:
+    """Copies one feed to one destination. `advance` continues where the last call ended, also after an error."""
+
+    def __init__(
+        self,
+        source: Store,
+        destination: Store,
+        *,
+        every: bool = False,
+        anchors: bool = True,
+        skips: bool = False,
+        heartbeats: bool = False,
+        retry_s: float = RETRY_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._source = Log(source)
+        self._copy = Log(destination)
+        self._every = every
+        self._has_anchors = anchors
+        self._has_skips = skips
+        self._beats = _Beats(self._source, self._copy, clock=clock) if heartbeats else None
+        self._retry = Retry(retry_s)
+        self._clock = clock
+        self._is_open = False
+        self._record: FeedRecord | None = None
+        self._versions: set[int] = set()
+        """The versions of the copy when it was looked at last."""
+        self._others_due_unix_s = 0.0
+        self._at: Manifest | None = None
+        """The newest version of the copy."""
+        self._head: Manifest | None = None
+        """The newest version of the source."""
+        self._floor = 0
+        self._put_unix_s: dict[str, float] = {}
+        """When payloads were put that no manifest of the copy names yet, by our clock."""
+
+    @property
+    def version(self) -> int | None:
+        """The newest version of the copy; None if it has none, or was not opened."""
+        return None if self._at is None else self._at.version
+
+    def check(self) -> None:
+        """Find out whether the destination can be a copy of the source. Nothing is written."""
+        source, copy = self._source, self._copy
+        if source.store is copy.store or (source.store.url == copy.store.url != "memory://"):
+            raise InvalidInputError(f"{copy.store.url} is the source itself", hint="choose another destination")
+        self._head = self._retry(source.require_head)
+        record = self._retry(source.feed)
+        if record is None:
+            raise CorruptError(f"{source.store.url} has versions, but no {keys.FEED}", key=keys.FEED)
+        ours, versions = self._retry(copy.feed), set(self._retry(copy.versions))
+        if (ours is None and versions) or (ours is not None and ours.feed != record.feed):
+            raise InvalidInputError(
+                f"{copy.store.url} has the feed {None if ours is None else ours.feed!r:.40}, and cannot be a copy of "
+                f"{source.store.url}, which is {record.feed!r:.40}",
+                rule="relay.feed",
+                hint="choose an empty destination; nothing was written",
+            )
+        top = max(versions, default=-1)
+        if top >= 0:
+            self._require_same(keys.version_key(top), top)
+        if ours is None:
+            Writer(copy.store).require_own_folder()
+        self._record, self._versions = record, versions
+
+    def _open(self) -> None:
+        """Begin the copy, or complete what an earlier relay has begun."""
+        self.check()
+        copy, record, versions = self._copy, self._record, self._versions
+        if record is None:
+            return
+        self._retry(lambda: _create(copy.store, keys.FEED, record.to_bytes()))
+        top = max(versions, default=-1)
+        self._floor = self._retry(copy.floor)
+        # A relay that is interrupted while it leaves versions out has created the last of them first.
+        missing = [version for version in range(top, -1, -1) if version not in versions]
+        if missing:
+            self._raise_floor(top)
+            self._copy_versions(missing)
+        self._at = None if top < 0 else self._retry(lambda: copy.read(top))
+        self._put_unix_s = self._resumable()
+        self._is_open = True
+
+    def advance(self) -> Iterator[Relayed]:
+        """Send what is new, and return each edge once it is part of the copy.
+
+        If there is nothing new, this is one small request to the source.
+        """
+        if not self._is_open:
+            self._open()
+        self._beat()
+        while self._is_behind():
+            yield from self._send_next()
+            self._beat()
+        yield from self._send_others()
+
+    def _beat(self) -> None:
+        if self._beats is None:
+            return
+        try:
+            self._beats.copy(self._at)
+        except DeltasyncError as error:
+            # The copy goes on without them: at worst the source prunes what it needs, and it gets an anchor.
+            logger.warning("cannot copy the heartbeats of %s: %s", self._copy.store.url, error)
+
+    def _is_behind(self) -> bool:
+        head = self._head
+        newer = self._retry(lambda: self._source.head(after=None if head is None else head.version))
+        self._head = newer or head
+        return self._head is not None and (self._at is None or self._at.version < self._head.version)
+
+    def _send_next(self) -> list[Relayed]:
+        """Send the next delta, or the cheapest edges to the head where the copy is new or far behind."""
+        head, at = self._head, self._at
+        if head is None:
+            return []
+        targets = [head]
+        if at is None and self._every:
+            targets = [self._first(), head]
+        elif at is not None and (self._every or head.version - at.version <= LAG_MAX):
+            targets = [self._retry(lambda: self._source.read(at.version + 1)), head]
+        sent: list[Relayed] = []
+        for target in targets:
+            try:
+                with_fallback(self._source, target, partial(self._send_plan, sent), start=lambda: self.version)
+                return sent
+            except NotFoundError as error:
+                # The source has pruned it, or is a copy that left it out: a later version may have a way to it.
+                if target is targets[-1]:
+                    raise
+                logger.info("version %d is left out: %s", target.version, error)
+        return sent
+
+    def _first(self) -> Manifest:
+        """The oldest version that the source promises to keep."""
+        floor = self._retry(self._source.floor)
+        return self._retry(lambda: self._source.read(floor))
+
+    def _send_plan(self, sent: list[Relayed], plan: Plan) -> None:
+        for edge in plan.edges:
+            with blocking(edge):
+                sent.append(self._send(edge))
+
+    def _send(self, edge: Edge) -> Relayed:
+        """Make an edge part of the copy: payloads, its own manifest, then those of all versions up to its end."""
+        at = -1 if self._at is None else self._at.version
+        version = self._retry(lambda: self._source.read(edge.end))
+        if version.digest != edge.manifest.digest:
+            raise CorruptError(f"{edge.key} leads to another digest than version {edge.end}", key=edge.key)
+        self._require_follows(edge)
+        refs = list(edge.manifest.payloads)
+        if version.files is not None and (self._at is None or self._at.files != version.files):
+            refs.append(version.files)
+        payload_bytes = sum(self._put(ref) for ref in refs)
+        payload_bytes += self._renew(refs)
+        manifest_bytes = 0
+        if edge.key != keys.version_key(edge.end):
+            manifest_bytes += self._copy_manifest(edge.key)
+        between = range(edge.end - 1, at, -1)
+        manifest_bytes += self._copy_manifest(keys.version_key(edge.end))
+        if between:
+            # Before the versions between: while they are not there, no reader that follows sees this one.
+            self._raise_floor(edge.end)
+            manifest_bytes += self._copy_versions(between)
+        payload_bytes += self._require_kept(refs)
+        self._at = version
+        for ref in refs:
+            self._put_unix_s.pop(ref.sha256, None)
+        return Relayed(
+            destination=self._copy.store.url,
+            kind=edge.manifest.kind,
+            version=edge.end,
+            parent=edge.start,
+            payload_bytes=payload_bytes,
+            manifest_bytes=manifest_bytes,
+            left_out=len(between),
+        )
+
+    def _require_follows(self, edge: Edge) -> None:
+        """ConflictError if the source has other weights than the copy under the number of its newest version."""
+        at = self._at
+        if at is None:
+            return
+        is_next = edge.start == at.version
+        digest = edge.manifest.parent_digest if is_next else self._retry(lambda: self._source.read(at.version)).digest
+        if digest != at.digest:
+            raise ConflictError(
+                f"version {at.version} of {self._source.store.url} has the digest {digest}, and that of "
+                f"{self._copy.store.url} has {at.digest}",
+                rule="relay.version",
+                version=at.version,
+                hint="the source was rolled back or replaced: choose an empty destination",
+            )
+
+    def _send_others(self) -> Iterator[Relayed]:
+        """Send anchors and skips, payload by payload: a new version goes first."""
+        now_unix_s = self._clock()
+        if 0 < self._others_due_unix_s - now_unix_s <= OTHERS_S:
+            return
+        for edge in self._others():
+            sent_bytes = 0
+            try:
+                for ref in edge.manifest.payloads:
+                    if self._is_behind():
+                        return
+                    sent_bytes += self._put(ref)
+                sent_bytes += self._renew(edge.manifest.payloads)
+                manifest_bytes = self._copy_manifest(edge.key)
+                sent_bytes += self._require_kept(edge.manifest.payloads)
+            except (CorruptError, NotFoundError) as error:
+                logger.info("%s is not copied: %s", edge.key, error)
+                continue
+            for ref in edge.manifest.payloads:
+                self._put_unix_s.pop(ref.sha256, None)
+            yield Relayed(
+                self._copy.store.url, edge.manifest.kind, edge.end, edge.start, sent_bytes, manifest_bytes, left_out=0
+            )
+        self._others_due_unix_s = now_unix_s + OTHERS_S
+
+    def _others(self) -> list[Edge]:
+        """The anchors and skips of versions of the copy that it does not have, as asked for."""
+        if self._at is None or not (self._has_anchors or self._has_skips):
+            return []
+        source, copy, newest = self._source, self._copy, self._at.version
+        wanted: list[str] = []
+        if self._has_anchors:
+            there = self._retry(source.anchors)
+            known = set(self._retry(copy.anchors)) if there else set()
+            fitting = [v for v in there if self._floor <= v <= newest]
+            newest_known = max((v for v in known if v <= newest), default=-1)
+            fitting = fitting if self._every else [v for v in fitting[-1:] if v > newest_known]
+            wanted += [keys.anchor_key(version) for version in fitting if version not in known]
+        if self._has_skips:
+            pairs = self._retry(lambda: source.skips(start=self._floor))
+            have = set(self._retry(lambda: copy.skips(start=self._floor))) if pairs else set()
+            wanted += [keys.skip_key(*pair) for pair in pairs if pair[1] <= newest and pair not in have]
+        return [edge for edge in each(self._other, wanted, waiting=READ_THREADS) if edge is not None]
+
+    def _other(self, key: str) -> Edge | None:
+        """An anchor or a skip of the source, if it can be used."""
+        try:
+            manifest = parse_manifest(key, get_manifest(self._source.store, key))
+            digest = self._copy.read(manifest.version).digest
+        except (CorruptError, FormatError, NotFoundError) as error:
+            logger.info("%s is not copied: %s", key, error)
+            return None
+        return Edge(key, manifest) if manifest.digest == digest else None
+
+    def _put(self, ref: PayloadRef) -> int:
+        """Put a payload, proved by its SHA-256, unless the copy has it. Returns the bytes that were sent."""
+        if ref.sha256 in self._put_unix_s:
+            return 0
+        data = self._retry(lambda: fetch(self._source.store, ref))
+        put_unix_s = self._clock()
+        self._retry(lambda: self._copy.store.put(keys.payload_key(ref.sha256), data))
+        self._put_unix_s[ref.sha256] = put_unix_s
+        return ref.nbytes
+
+    def _renew(self, refs: "list[PayloadRef] | tuple[PayloadRef, ...]") -> int:
+        """Put payloads again that a pruner may be about to delete. Returns the bytes that were sent."""
+        late = [ref for ref in refs if abs(self._clock() - self._put_unix_s.get(ref.sha256, 0.0)) > LATE_S]
+        for ref in late:
+            self._put_unix_s.pop(ref.sha256, None)
+        return sum(self._put(ref) for ref in late)
+
+    def _require_kept(self, refs: "list[PayloadRef] | tuple[PayloadRef, ...]") -> int:
+        """After a manifest was created: put again what is gone, if so much time has passed that it may have been."""
+        if not any(abs(self._clock() - self._put_unix_s[ref.sha256]) > LATE_S for ref in refs):
+            return 0
+        gone = set(Writer(self._copy.store).missing(refs))
+        lost = [ref for ref in refs if keys.payload_key(ref.sha256) in gone]
+        for ref in lost:
+            del self._put_unix_s[ref.sha256]
+        return sum(self._put(ref) for ref in lost)
+
+    def _resumable(self) -> dict[str, float]:
+        """Payloads of the copy that were put within an hour, by its own clock, with the time by ours."""
+        store = self._copy.store
+        items = [(keys.parse_payload_key(item.key), item) for item in self._retry(lambda: [*store.list(keys.PAYLOADS)])]
+        if not items:
+            return {}
+        now_unix_s, ours_unix_s = self._retry(lambda: probe_clock(store)), self._clock()
+        young = ((sha256, now_unix_s - item.modified_unix_s) for sha256, item in items if sha256 is not None)
+        return {sha256: ours_unix_s - age_s for sha256, age_s in young if abs(age_s) < TRUST_S}
+
+    def _copy_versions(self, versions: "range | list[int]") -> int:
+        """Copy the manifests of these versions, descending. The lowest comes last: with it readers see the highest."""
+        if not versions:
+            return 0
+        names = [keys.version_key(version) for version in versions]
+        manifest_bytes = sum(each(self._copy_manifest, names[:-1], waiting=READ_THREADS))
+        return manifest_bytes + self._copy_manifest(names[-1])
+
+    def _copy_manifest(self, key: str) -> int:
+        """Copy a manifest, byte for byte; ConflictError if the copy has another one. Returns its size."""
+
+        def read() -> bytes:
+            data = get_manifest(self._source.store, key)
+            parse_manifest(key, data)
+            return data
+
+        data = self._retry(lambda: with_reread(read))
+        if not self._retry(lambda: _create(self._copy.store, key, data)):
+            self._require_same(key, None, data)
+        return len(data)
+
+    def _require_same(self, key: str, version: int | None, data: bytes | None = None) -> None:
+        """ConflictError unless both stores have the same manifest."""
+        copied = self._retry(lambda: get_manifest(self._copy.store, key))
+        try:
+            wanted = self._retry(lambda: get_manifest(self._source.store, key)) if data is None else data
+        except NotFoundError:
+            wanted = b""
+        if copied != wanted:
+            raise ConflictError(
+                f"{key} of {self._copy.store.url} is not that of {self._source.store.url}",
+                key=key,
+                version=version,
+                rule="relay.version",
+                hint="one of the two was rolled back, or has another publisher: choose an empty destination",
+            )
+
+    def _raise_floor(self, version: int) -> None:
+        """Versions before this one cannot be restored from the copy."""
+        store = self._copy.store
+        if version > max(self._floor, self._retry(self._copy.floor)):
+            self._retry(lambda: store.put(keys.FLOOR, FloorRecord(version).to_bytes()))
+        self._floor = max(self._floor, version)
+
+
+class _Beats:
+    """Lets the source know the live replicas of a destination, and how far the copy is."""
+
+    def __init__(self, source: Log, copy: Log, *, clock: Callable[[], float]) -> None:
+        self._source = source
+        self._copy = copy
+        self._clock = clock
+        self._due_unix_s = 0.0
+        self._sent: dict[str, Heartbeat] = {}
+        name = re.sub(r"[^A-Za-z0-9]+", "-", copy.store.url).strip("-")
+        self._prefix = f"{name[-48:].lstrip('-') or 'copy'}."
+
+    def copy(self, at: Manifest | None) -> None:
+        """Copy the heartbeats that have changed, if it is time to look, and delete those of replicas that have left."""
+        now_unix_s = self._clock()
+        if 0 <= self._due_unix_s - now_unix_s <= BEAT_S:
+            return
+        self._due_unix_s = now_unix_s + BEAT_S
+        live = {self._id(beat.replica): beat for beat in self._copy.heartbeats() if is_live(beat, now_unix_s)}
+        facts: Mapping[str, str] = {"engine": "relay"} if at is None else {"engine": "relay", "digest": at.digest.hex}
+        live[f"{self._prefix}relay"] = Heartbeat("relay", None if at is None else at.version, int(now_unix_s), facts)
+        for replica, beat in live.items():
+            # One that was not written again since expires at the source as it does at the destination.
+            if self._sent.get(replica) != beat:
+                self._source.beat(replace(beat, replica=replica))
+        for replica in self._sent.keys() - live.keys():
+            self._source.store.delete(keys.replica_key(replica))
+        self._sent = live
+
+    def _id(self, replica: str) -> str:
+        return f"{self._prefix}{replica}"[:128]
+
+
+def _create(store: Store, key: str, data: bytes) -> bool:
+    """Whether this call, or an earlier one with a lost response, has created the object as it is."""
+    if store.capabilities.create_if_absent:
+        return store.create(key, data)
+    try:
+        return get_manifest(store, key) == data
+    except NotFoundError:
+        store.put(key, data)
+        return True

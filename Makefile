@@ -92,6 +92,7 @@ bench-store: $(VENV)/e2e.stamp
 bench-publish: $(VENV)/e2e.stamp
 	$(BIN)/python -m benchmarks.publish
 	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.coldstart
 
 bench-replica: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp
 	$(BIN)/python -m benchmarks.replica

@@ -27,6 +27,7 @@ from support.helpers import (
 from deltasync.errors import CorruptError, DeltasyncError, FormatError
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest, layout_digest
+from deltasync.format.index import decode_index, encode_index
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.payload import Block, Payload, PayloadHeader, grouped, index_dtype, write_payload
 from deltasync.format.safetensors import parse_header
@@ -52,6 +53,25 @@ def test_round_trip() -> None:
     assert all(same(a, b) for a, b in zip(payload.blocks(), blocks, strict=True))
     assert payload.nbytes == len(data)
     assert write_payload(payload.header, list(payload.blocks())) == data
+
+
+def test_a_known_layout_is_used_only_if_it_is_the_same() -> None:
+    data = delta_payload()
+    equal = Layout.of(LAYOUT.tensors)
+    assert Payload.parse(data, known=equal).header.layout is equal
+    first, *rest = LAYOUT.tensors
+    for others in ([], rest, [TensorSpec(f"{first.name}x", first.dtype, first.shape), *rest]):
+        parsed = Payload.parse(data, known=Layout.of(others))
+        assert parsed.header.layout == LAYOUT
+        assert len(parsed.block_infos) == len(Payload.parse(data).block_infos)
+
+
+def test_a_layout_that_only_python_takes_for_the_known_one_is_refused() -> None:
+    known = Layout.of([TensorSpec("a", DTYPES["U8"], (1, 3))])
+    text = zlib.decompress(encode_index(known, ()))
+    assert decode_index(zlib.compress(text), known) == (known, ())
+    with pytest.raises(FormatError, match="an entry of the layout"):
+        decode_index(zlib.compress(text.replace(b"[1,3]", b"[true,3]")), known)
 
 
 def test_a_delta_without_changes_has_no_blocks() -> None:

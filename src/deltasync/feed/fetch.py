@@ -10,6 +10,7 @@ from deltasync.format import keys, limits
 from deltasync.format.companions import can_run_code, read_files
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.index import require_disjoint
+from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.payload import BlockInfo, Payload, PayloadHeader
 from deltasync.parallel import each
@@ -110,23 +111,25 @@ def fetch_payloads(
     manifests: Iterable[Manifest],
     *,
     have: Collection[str] = (),
+    layout: Layout | None = None,
     on_refetch: Callable[[str], None] = lambda key: None,
 ) -> Generator[Payload, None, None]:
     """The payloads of several manifests in order; the next ones are fetched while one is used.
 
     The payloads of a manifest are checked as a whole before the last of them is returned: until then, the caller must
     not publish what it made of the others. Payloads whose SHA-256 is in `have` are left out, and their manifest is not
-    checked as a whole: the caller checks the result by its digest.
+    checked as a whole: the caller checks the result by its digest. `layout` is the one that they probably have.
     """
     wanted = [(manifest, ref) for manifest in manifests for ref in manifest.payloads if ref.sha256 not in have]
     largest = max((ref.nbytes for _, ref in wanted), default=0)
     at_once = max(PAYLOADS_LEAST, min(PAYLOADS_MOST, AHEAD_BYTES // max(largest, 1)))
 
     def fetched(pair: tuple[Manifest, PayloadRef]) -> tuple[Manifest, Payload]:
-        return pair[0], _payload(store, pair[1], on_refetch)
+        return pair[0], _payload(store, pair[1], layout, on_refetch)
 
     summaries: list[_Summary] = []
     for manifest, payload in each(fetched, wanted, waiting=at_once):
+        layout = payload.header.layout
         # A manifest with payloads left out never becomes complete: the next one starts anew.
         if summaries and summaries[-1].header.version != manifest.version:
             summaries = []
@@ -197,10 +200,10 @@ def _check_payloads(manifest: Manifest, summaries: Sequence[_Summary]) -> None:
         raise _wrong(manifest, message, "manifest.changed")
 
 
-def _payload(store: Store, ref: PayloadRef, on_refetch: Callable[[str], None]) -> Payload:
+def _payload(store: Store, ref: PayloadRef, layout: Layout | None, on_refetch: Callable[[str], None]) -> Payload:
     key = keys.payload_key(ref.sha256)
     try:
-        return Payload.parse(fetch(store, ref, on_refetch=on_refetch))
+        return Payload.parse(fetch(store, ref, on_refetch=on_refetch), known=layout)
     except (CorruptError, FormatError) as error:
         if error.key is not None:
             raise

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +35,9 @@ _T = TypeVar("_T")
 _NO_CONFIG = "version %d of %s has no config.json beside its weights: engines cannot load the folder without one"
 
 _DAMAGE = (CorruptError, FormatError, NotFoundError)
+
+_ALIGNED = 64
+"""Where the memory of a tensor begins: at multiples of this many bytes, those of a line of the cache."""
 
 
 # One edge
@@ -179,8 +183,12 @@ def open_base(edge: Edge, *, at: Path | None = None) -> Weights:
 
 def zeros(layout: Layout) -> Weights:
     """Weights to be overwritten; CorruptError, with the size, if there is no memory for them."""
+    ends = list(accumulate(-(-t.nbytes // _ALIGNED) * _ALIGNED for t in layout.tensors))
     try:
-        return Weights(layout, tuple(np.zeros(t.elements, t.dtype.bits_dtype) for t in layout.tensors))
+        # In one piece, which NumPy asks the system to back with huge pages: small tensors would have none.
+        memory = np.zeros(ends[-1] if ends else 0, np.uint8)
+        starts = zip([0, *ends], layout.tensors, strict=False)
+        return Weights(layout, tuple(memory[at : at + t.nbytes].view(t.dtype.bits_dtype) for at, t in starts))
     except MemoryError as error:
         raise CorruptError(
             f"there is no memory for the {layout.nbytes} bytes of this layout",
@@ -271,7 +279,7 @@ def replay(
     the state digest of the whole at the end.
     """
     count = counting(progress, "restore", plan.nbytes)
-    payloads = fetch_payloads(log.store, (edge.manifest for edge in plan.edges))
+    payloads = fetch_payloads(log.store, (edge.manifest for edge in plan.edges), layout=weights.layout)
     for edge in plan.edges:
         with blocking(edge):
             if edge.manifest.kind == "base" and base is None:

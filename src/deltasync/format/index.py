@@ -1,5 +1,6 @@
 """The index of a payload: the layout and one record per block, as compressed canonical JSON; and runs on the wire."""
 
+import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -160,13 +161,19 @@ def encode_index(layout: Layout, records: Sequence[BlockRecord]) -> bytes:
     return zlib.compress(text, 9)
 
 
-def decode_index(data: bytes) -> tuple[Layout, tuple[BlockRecord, ...]]:
-    """The inverse of `encode_index`; every field is checked, but not how blocks relate to each other."""
+def decode_index(data: bytes, known: Layout | None = None) -> tuple[Layout, tuple[BlockRecord, ...]]:
+    """The inverse of `encode_index`; every field is checked, but not how blocks relate to each other.
+
+    If the layout is equal to `known`, that object is returned: to check tens of thousands of tensors takes long.
+    """
     fields = parse_object(_inflate(data), what="the index", scope="index")
     require_fields(fields, ("layout", "blocks"), what="the index", scope="index")
     if not isinstance(fields["blocks"], list):
         raise CorruptError("blocks of the index is not a list", rule="index.field")
-    layout = Layout.from_json(fields["layout"])
+    if known is not None and hashlib.sha256(canonical_json(fields["layout"])).hexdigest() == known.sha256:
+        layout = known
+    else:
+        layout = Layout.from_json(fields["layout"])
     records: list[BlockRecord] = []
     runs_left = limits.RUNS_MAX
     for i, item in enumerate(fields["blocks"]):

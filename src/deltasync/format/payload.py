@@ -80,14 +80,17 @@ class Payload:
     read: Read
 
     @classmethod
-    def parse(cls, data: Any) -> "Payload":
+    def parse(cls, data: Any, *, known: Layout | None = None) -> "Payload":
         """From a buffer (bytes, memoryview, mmap) that holds the whole file and outlives the payload."""
         view = memoryview(data).cast("B")
-        return cls.open(lambda offset, length: bytes(view[offset : offset + length]), len(view))
+        return cls.open(lambda offset, length: bytes(view[offset : offset + length]), len(view), known=known)
 
     @classmethod
-    def open(cls, read: Read, nbytes: int) -> "Payload":
-        """From ranges of a file of `nbytes` bytes: one small read, and a second if header and index are long."""
+    def open(cls, read: Read, nbytes: int, *, known: Layout | None = None) -> "Payload":
+        """From ranges of a file of `nbytes` bytes: one small read, and a second if header and index are long.
+
+        `known` is a layout that it probably has, which is then not built again.
+        """
         read_once = _with_prefix(read, nbytes)
         header = read_header(read_once, nbytes)
         kind = _checked_metadata(header.metadata)
@@ -100,7 +103,7 @@ class Payload:
                 f"the index has {index.end - index.begin} bytes; at most {limits.INDEX_BYTES_MAX} are allowed",
                 rule="index.size",
             )
-        layout, records = decode_index(read_exactly(read_once, index.begin, index.end - index.begin))
+        layout, records = decode_index(read_exactly(read_once, index.begin, index.end - index.begin), known)
         parsed = PayloadHeader(
             kind=kind,
             layout=layout,

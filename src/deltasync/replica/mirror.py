@@ -270,7 +270,10 @@ class Mirror:
             self._allocate(start.layout)
         applied = self.applied(first)
         manifests = (edge.manifest for edge in plan.edges)
-        fetched = fetch_payloads(self.log.store, manifests, have=applied, on_refetch=self._count_refetched)
+        layout = None if self.weights is None else self.weights.layout
+        fetched = fetch_payloads(
+            self.log.store, manifests, have=applied, layout=layout, on_refetch=self._count_refetched
+        )
         with closing(fetched):
             payloads = self._timed(fetched)
             for edge in plan.edges:

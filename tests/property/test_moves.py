@@ -64,7 +64,7 @@ class Run:
                 if end - start >= 2 and (start, end) not in feed.log.skips():
                     feed.skip(start, end)
             case "prune":
-                prune(feed.store, plan_prune(feed.store, Retention(anchors=int(one or 1), versions=int)(two)))
+                prune(feed.store, plan_prune(feed.store, Retention(anchors=int(one or 1), versions=int(two))))
             case "restart":
                 self.replica.close()
                 self.target = TorchTarget(feed.states[0].layout) if one else self.target

@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from support.feeds import Feed, NoFenceStore, SpyStore, flip, same_weights
 from support.helpers import state
 
 from deltasync.errors import ConflictError, CorruptError, DeltasyncError, InvalidInputError, NotFoundError
-from deltasync.feed.compact import compact
+from deltasync.feed.compact import Compactor, compact
 from deltasync.feed.log import Log
 from deltasync.feed.pins import pin
 from deltasync.feed.prune import Retention, plan_prune, prune
@@ -17,8 +18,9 @@ from deltasync.feed.verify import Verification, verify
 from deltasync.format import keys
 from deltasync.format.companions import write_files
 from deltasync.format.sealed import Heartbeat
+from deltasync.format.weights import Weights
 from deltasync.store.memory import MemoryStore
-from deltasync.store.protocol import Store
+from deltasync.store.protocol import Data, Store, WrapperStore
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
 
 
@@ -289,3 +291,61 @@ def test_what_was_sent_as_json() -> None:
         "manifest_bytes": 20,
         "left_out": 3,
     }
+
+
+# --- a slow link ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slower", "every", "versions"), [(0.5, False, 40), (10.0, False, 400), (10.0, True, 40)])
+def test_a_link_that_is_slower_than_training(slower: float, every: bool, versions: int) -> None:
+    """Sending a delta takes `slower` times as long as a step, in which the trainer and a compactor go on.
+
+    Then skips are sent instead of every delta, and the copy stays close to the newest version.
+    """
+    feed, copy = Feed.of(1), MemoryStore()
+    rng = np.random.default_rng(0)
+
+    def step() -> None:
+        arrays = [array.copy() for array in feed.states[-1].arrays]
+        # The same few elements change again and again, as they do in training.
+        largest = max(arrays, key=len)
+        largest[:200] ^= rng.integers(0, 2, 200).astype(largest.dtype)
+        feed.delta(Weights(feed.states[-1].layout, tuple(arrays)))
+
+    relay(feed.store, copy)
+    step()
+    delta_bytes = feed.log.read(1).nbytes
+    compactor = Compactor(feed.store)
+    lags: list[int] = []
+
+    class SlowLink(WrapperStore):
+        taken = 0.0
+
+        def put(self, key: str, data: Data) -> None:
+            super().put(key, data)
+            if not key.startswith(keys.PAYLOADS):
+                return
+            self.taken += len(data) / delta_bytes * slower
+            while self.taken >= 1 and len(feed.states) < versions:
+                self.taken -= 1
+                step()
+                list(compactor.advance())
+            if len(feed.states) < versions:
+                lags.append(len(feed.states) - 1 - Log(copy).require_head().version)
+
+    to = Relay(feed.store, SlowLink(copy), every=every)
+    sent = list(to.advance())
+    checked = require_copy(feed, copy)
+    assert checked.restorable[-1] == len(feed.states) - 1
+    assert [part.version for part in sent] == sorted(part.version for part in sent)
+    source_bytes = sum(m.nbytes for m in feed.log.read_many(range(1, len(feed.states))))
+    sent_bytes = sum(part.payload_bytes for part in sent)
+    left_out = sum(part.left_out for part in sent)
+    if slower < 1 or every:
+        assert (sent_bytes, left_out) == (source_bytes, 0)
+        assert checked.restorable == verify(feed.store, deep=True).restorable
+    else:
+        assert len(feed.states) == versions
+        assert sent_bytes < source_bytes / 3
+        assert left_out > versions / 2
+        assert max(lags) < 150, "without skips it would be nine tenths of all versions"

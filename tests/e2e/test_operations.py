@@ -1,0 +1,176 @@
+"""A feed in operation: a trainer with retention, a compactor, a relay, a pruner of the copy, and followers of both.
+
+All are processes that are killed at random and started again. No process may ever fail by itself.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support import IS_SOAK, repeats
+from support.publishing import holds, nth
+
+from deltasync import Retention, verify
+from deltasync.checkpoint import open_checkpoint
+from deltasync.feed.log import Log
+from deltasync.feed.prune import plan_prune, prune
+from deltasync.feed.replay import load
+from deltasync.format import keys
+from deltasync.store.local import LocalStore
+
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
+
+SECONDS = 600.0 if IS_SOAK else 20.0
+FOLLOWERS = 6 if IS_SOAK else 4
+KEEP = ("--keep-anchors", "2", "--keep-versions", "20", "--yes", "--follow", "--every-s", "1")
+PATIENCE_S = 120.0
+
+
+class Program:
+    """A command that is started again after each kill. Its output is kept."""
+
+    def __init__(self, name: str, command: list[str], folder: Path) -> None:
+        self.name = name
+        self.kills = 0
+        self._command = command
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def output(self) -> str:
+        return (self._folder / f"{self.name}.log").read_text()
+
+    def start(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "DELTASYNC_THREADS": "1"}
+        with (self._folder / f"{self.name}.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, cwd=self._folder, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def require_running(self) -> None:
+        assert self._process is not None
+        assert self._process.poll() is None, f"{self.name} has ended by itself:\n{self.output[-5000:]}"
+
+    def kill(self) -> None:
+        self.require_running()
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self.kills += 1
+
+    def stop(self) -> None:
+        """End it as an operator does: it must succeed."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        assert self._process.wait(PATIENCE_S) == 0, f"{self.name} failed at its end:\n{self.output[-5000:]}"
+
+    def discard(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def running(programs: list[Program]) -> Iterator[None]:
+    try:
+        for program in programs:
+            program.start()
+        yield
+    finally:
+        for program in programs:
+            program.discard()
+
+
+def programs_in(folder: Path) -> dict[str, Program]:
+    cli = [sys.executable, "-m", "deltasync"]
+    commands = {
+        "trainer": [sys.executable, str(Path(__file__).with_name("operations_trainer.py")), "source", "0.05"],
+        "compactor": [*cli, "compact", "source", "--follow"],
+        "relay": [*cli, "relay", "source", "copy", "--follow", "--heartbeats"],
+        "pruner": [*cli, "prune", "copy", *KEEP],
+    }
+    for i in range(FOLLOWERS):
+        feed = ("source", "copy")[i % 2]
+        target = ["--target", f"live-{i}", "--mirror", f"mirror-{i}", "--replica", f"replica-{i}"]
+        commands[f"follower-{i}"] = [*cli, "follow", feed, *target]
+    return {name: Program(name, command, folder) for name, command in commands.items()}
+
+
+def wait_until(condition: object, what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        assert callable(condition)
+        if condition():
+            return
+        assert time.monotonic() < deadline, f"{what} takes too long"
+        time.sleep(0.1)
+
+
+def head_of(store: LocalStore) -> int:
+    head = Log(store).head()
+    return -1 if head is None else head.version
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(repeats(1, soak=2)))
+def test_everything_at_work_with_random_kills(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    source, copy = LocalStore(tmp_path / "source"), LocalStore(tmp_path / "copy")
+    programs = programs_in(tmp_path)
+    trainer, relay = programs["trainer"], programs["relay"]
+    with running([trainer]):
+        wait_until(lambda: head_of(source) >= 3, "the first versions")
+        others = [program for program in programs.values() if program is not trainer]
+        with running(others):
+            wait_until(lambda: head_of(copy) >= 3, "the copy")
+            began_s, payloads = time.monotonic(), []
+            while time.monotonic() - began_s < SECONDS:
+                time.sleep(rng.uniform(0.2, 1.0))
+                for program in programs.values():
+                    program.require_running()
+                victim = rng.choice([*programs.values(), relay, trainer])
+                victim.kill()
+                victim.start()
+                payloads.append(sum(1 for _ in source.list(keys.PAYLOADS)))
+            # The faults end. Once the trainer goes on it is stopped, and everything must arrive.
+            head = head_of(source)
+            wait_until(lambda: head_of(source) > head + 20, "the trainer")
+            trainer.stop()
+            head = head_of(source)
+            wait_until(lambda: head_of(copy) == head, "the rest of the copy")
+            live = [tmp_path / f"live-{i}" for i in range(FOLLOWERS)]
+            wanted = nth(Log(source).read(head).step or 0)
+            for i, folder in enumerate(live):
+                wait_until(lambda i=i: f"version {head} is live" in programs[f"follower-{i}"].output, f"follower {i}")
+                assert holds(open_checkpoint(folder).weights, wanted)
+            for program in others:
+                program.require_running()
+                program.stop()
+    for store in (source, copy):
+        log = Log(store)
+        # What replicas needed goes as well, once their heartbeats are gone: that of a relay stays until it expires.
+        for item in list(store.list(keys.REPLICAS)):
+            store.delete(item.key)
+        prune(store, plan_prune(store, Retention(anchors=2, versions=20)))
+        checked = verify(store, deep=True)
+        assert checked.is_clean, (checked.damages, checked.lost)
+        assert not checked.unchecked
+        assert checked.restorable[-1] == head
+        for version in checked.restorable:
+            manifest = log.read(version)
+            assert holds(load(log, manifest), nth(manifest.step or 0)), f"version {version} of {store.url}"
+        kept = head - log.floor() + 1
+        stored = sum(1 for _ in store.list(keys.PAYLOADS)) - checked.orphans
+        # Versions, an anchor for some, and skips.
+        assert stored <= 2 * (kept + 20 + 12)
+    assert Log(source).floor() > 0
+    assert sum(program.kills for program in programs.values()) > 5
+    kills = {program.name: program.kills for program in programs.values()}
+    print(f"seed {seed}: {head + 1} versions, at most {max(payloads)} payloads at the source, kills {kills}")

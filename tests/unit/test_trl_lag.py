@@ -6,7 +6,7 @@ import pytest
 from support.feeds import paper
 
 from deltasync.errors import StoreError
-from deltasync.feed.log import LIVE_S, Log
+from deltasync.feed.log import LIVE_S, RELAY_ENGINE, Log
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import Heartbeat
@@ -68,6 +68,13 @@ def test_live_replicas_that_serve_a_version(versions: dict[str, int | None], age
     log = feed(**versions)
     found = serving(log, clock=lambda: NOW_S + age_s)
     assert [beat.replica for _, beat in found] == expected
+
+
+def test_a_relay_makes_no_rollouts() -> None:
+    """Its heartbeat keeps what it needs, and training does not wait for it."""
+    log = feed(a=9)
+    log.beat(Heartbeat("eu.relay", 2, NOW_S, {"engine": RELAY_ENGINE}))
+    assert [beat.replica for _, beat in serving(log, clock=lambda: NOW_S)] == ["a"]
 
 
 def test_one_that_is_gone_does_not_hide_a_live_one() -> None:

@@ -24,6 +24,9 @@ READ_THREADS = 16
 _PAGE = 1000
 """Keys in one response to a listing, on most stores."""
 
+RELAY_ENGINE = "relay"
+"""The engine in the heartbeat of a relay, which holds a version as a replica does and serves nothing."""
+
 LIVE_S = 900
 """A replica whose heartbeat is older counts as gone."""
 

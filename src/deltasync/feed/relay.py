@@ -24,7 +24,7 @@ from deltasync.errors import (
     NotFoundError,
 )
 from deltasync.feed.fetch import fetch
-from deltasync.feed.log import READ_THREADS, Log, get_manifest, is_live, parse_manifest, with_reread
+from deltasync.feed.log import READ_THREADS, RELAY_ENGINE, Log, get_manifest, is_live, parse_manifest, with_reread
 from deltasync.feed.plan import Edge, Plan
 from deltasync.feed.replay import blocking, with_fallback
 from deltasync.feed.writer import Writer, probe_clock
@@ -51,7 +51,7 @@ LATE_S = 6 * 3600
 OTHERS_S = 10.0
 """Seconds between two looks for anchors and skips that are not copied yet."""
 
-BEAT_S = 30.0
+BEAT_S = 5.0
 """Seconds between two looks at the heartbeats of a destination."""
 
 
@@ -474,7 +474,9 @@ class _Beats:
             return
         self._due_unix_s = now_unix_s + BEAT_S
         live = {self._id(beat.replica): beat for beat in self._copy.heartbeats() if is_live(beat, now_unix_s)}
-        facts: Mapping[str, str] = {"engine": "relay"} if at is None else {"engine": "relay", "digest": at.digest.hex}
+        facts: Mapping[str, str] = (
+            {"engine": RELAY_ENGINE} if at is None else {"engine": RELAY_ENGINE, "digest": at.digest.hex}
+        )
         live[f"{self._prefix}relay"] = Heartbeat("relay", None if at is None else at.version, int(now_unix_s), facts)
         for replica, beat in live.items():
             # One that was not written again since expires at the source as it does at the destination.

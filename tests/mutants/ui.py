@@ -47,8 +47,8 @@ MUTANTS = (
         name="vanished-feed-looks-quiet",
         harm="A feed whose file system is no longer mounted is shown as one without news.",
         path="src/deltasync/ui/overview.py",
-        old="            if self._newest is not None:\n                raise NotFoundError(",
-        new="            if self._newest is not None and self._newest < 0:\n                raise NotFoundError(",
+        old="            if self._newest is not None and is_gone:\n",
+        new="            if self._newest is not None and is_gone and self._newest < 0:\n",
         killers=("tests/unit/test_ui_overview.py::test_a_feed_that_is_gone_is_not_one_without_news",),
     ),
     Mutant(

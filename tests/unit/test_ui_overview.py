@@ -260,10 +260,14 @@ def test_a_feed_that_grows() -> None:
     assert kinds(replace(grown, floor=1)) == []
 
 
-def test_a_feed_that_is_gone_is_not_one_without_news() -> None:
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_feed_that_is_gone_is_not_one_without_news(has_record: bool) -> None:
     store = paper_feed(20)
+    if not has_record:
+        store.delete(keys.FEED)
     watched = watch(store, 20)
     watched.refresh()
+    assert watched.refresh().head is not None
     for item in list(store.list()):
         store.delete(item.key)
     with pytest.raises(NotFoundError, match="is gone"):

@@ -261,7 +261,8 @@ class Watch:
             return
         self._damages.pop(keys.FEED, None)
         if record is None:
-            if self._newest is not None:
+            is_gone = self._feed is not None or isinstance(self._find(self._newest or 0), NotFoundError)
+            if self._newest is not None and is_gone:
                 raise NotFoundError(
                     f"the feed {self.log.store.url} is gone",
                     key=keys.FEED,

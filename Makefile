@@ -85,6 +85,7 @@ bench-codec: $(VENV)/e2e.stamp
 bench-peers: $(VENV)/e2e.stamp
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.projection
+	$(BIN)/python -m benchmarks.interop
 
 bench-store: $(VENV)/e2e.stamp
 	$(BIN)/python -m benchmarks.store

@@ -9,24 +9,16 @@ verl imports this module in actors, rollout workers and its manager, which regis
 
 import asyncio
 import inspect
-import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
 from deltasync import arguments
-from deltasync.errors import InvalidInputError, NotFoundError
-from deltasync.feed.log import Log
-from deltasync.feed.plan import Plan
-from deltasync.feed.replay import open_start, replay, with_fallback, zeros
-from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Weights
-from deltasync.store import opened
+from deltasync.errors import InvalidInputError
+from deltasync.torch.held import HeldVersion
 from deltasync.torch.publisher import Publisher
-from deltasync.torch.tensors import torch_dtype
 from deltasync.trainer.publisher import PublisherOptions
 
 __all__ = ["DeltasyncCheckpointEngine"]
@@ -45,7 +37,6 @@ _EXPECTED = {
 """The methods that verl 0.9.1 asks an engine for, and their parameters."""
 
 _NONE = -1
-_POLL_FIRST_S, _POLL_MOST_S = 0.05, 1.0
 
 
 def require_seam(base: type) -> None:
@@ -89,21 +80,17 @@ class DeltasyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
         self.is_master = is_master
         self._feed = feed
         self._dtype = None if dtype is None else _floating(dtype)
-        self._device = device
         self._wait_s = arguments.seconds("wait_s", wait_s, is_zero_allowed=False)
-        self._resources = ExitStack()
         self._publisher: Publisher | None = None
-        self._log: Log | None = None
+        self._held = HeldVersion(feed, wait_s=wait_s, device=device)
         self._wanted: int | None = None
-        self._version: int | None = None
-        self._weights: Weights | None = None
 
     def prepare(self) -> dict[str, Any]:
         """What the manager needs: the master says which version the feed has before this round."""
         if not self.is_master:
             return {}
-        head = self._open().head() if self._publisher is None else self._publisher.head
-        return {"feed": self._feed, "version": _NONE if head is None else head.version}
+        head = self._held.head()
+        return {"feed": self._feed, "version": _NONE if head is None else head}
 
     @classmethod
     def build_topology(
@@ -134,7 +121,7 @@ class DeltasyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
             return {}
         if self._publisher is None:
             options = PublisherOptions(wait=True)
-            self._publisher = self._resources.enter_context(Publisher(self._feed, dtype=self._dtype, options=options))
+            self._publisher = Publisher(self._feed, dtype=self._dtype, options=options)
         publisher = self._publisher
         weights = aiter(weights) if hasattr(weights, "__aiter__") else iter(weights)
         try:
@@ -164,74 +151,24 @@ class DeltasyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
         """The weights of this round's version, once it is committed."""
         if self._wanted is None:
             raise InvalidInputError("receive_weights needs a round", hint="verl calls init_process_group first")
-        manifest = await self._committed(self._wanted)
+        manifest = await asyncio.to_thread(self._held.advance, self._wanted)
         if global_steps is not None and manifest.step != global_steps:
             raise InvalidInputError(f"version {manifest.version} is of step {manifest.step}, not of {global_steps}")
-        await asyncio.to_thread(self._advance, manifest)
-        for pair in self._tensors():
+        for pair in self._held.tensors():
             yield pair
 
     async def get_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """The weights of the newest version, for rollout workers that fetch whenever they are free."""
-        await asyncio.to_thread(lambda: self._advance(self._open().require_head()))
-        for pair in self._tensors():
+        await asyncio.to_thread(self._held.advance)
+        for pair in self._held.tensors():
             yield pair
 
     def close(self) -> None:
         """Finish what is in flight, and release the feed."""
-        self._publisher = self._log = None
-        self._resources.close()
-
-    def _open(self) -> Log:
-        if self._log is None:
-            self._log = Log(self._resources.enter_context(opened(self._feed)))
-        return self._log
-
-    async def _committed(self, version: int) -> Manifest:
-        until_s, pause_s = time.monotonic() + self._wait_s, _POLL_FIRST_S
-        while True:
-            try:
-                return await asyncio.to_thread(self._open().read, version)
-            except NotFoundError as error:
-                if time.monotonic() > until_s:
-                    hint = "look at the log of actor rank 0"
-                    raise NotFoundError(
-                        f"version {version} was not committed within {self._wait_s:g} s", version=version, hint=hint
-                    ) from error
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_MOST_S)
-
-    def _advance(self, target: Manifest) -> None:
-        """Bring the copy of the weights to a version, by the cheapest plan, and prove it by its digest."""
-        if self._version == target.version:
-            return
-        log = self._open()
-
-        def attempt(plan: Plan) -> None:
-            start = None
-            if plan.edges[0].start is None:
-                start = open_start(log, plan)
-                if self._weights is None or self._weights.layout != start.layout:
-                    self._weights = zeros(start.layout)
-            weights = self._weights
-            if weights is None:
-                raise InvalidInputError("there are no weights to change")
-            self._version = None
-            replay(log, plan, weights, base=None if start is None else start.base)
-            self._version = target.version
-
-        with_fallback(log, target, attempt, start=lambda: self._version)
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._weights is None:
-            raise InvalidInputError("there are no weights yet")
-        device = self._device
-        if device is None:
-            device = "cpu" if not torch.accelerator.is_available() else str(torch.accelerator.current_accelerator())
-        for spec, bits in zip(self._weights.layout.tensors, self._weights.arrays, strict=True):
-            # A copy: a worker may keep a tensor for longer than a round.
-            tensor = torch.from_numpy(bits.copy()).view(torch_dtype(spec.dtype)).reshape(spec.shape)
-            yield spec.name, tensor.to(device)
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
+        self._held.close()
 
 
 def _floating(name: str) -> torch.dtype:

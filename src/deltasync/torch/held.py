@@ -1,0 +1,102 @@
+"""`HeldVersion`: the weights of one version in memory, as torch tensors, for engines that hand whole tensors on."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+
+from deltasync import arguments
+from deltasync.errors import InvalidInputError, NotFoundError
+from deltasync.feed.log import Log
+from deltasync.feed.plan import Plan
+from deltasync.feed.replay import open_start, replay, with_fallback, zeros
+from deltasync.format.manifest import Manifest
+from deltasync.format.weights import Weights
+from deltasync.store import Feed, opened
+from deltasync.torch.tensors import torch_dtype
+
+_POLL_FIRST_S, _POLL_MOST_S = 0.05, 1.0
+
+
+class HeldVersion:
+    """A copy of the weights that moves from version to version, and fetches only what changed. One thread at a time.
+
+    `wait_s`: how long `advance` waits for a version that is not committed yet.
+    `device`: where tensors are put; by default the accelerator, if there is one.
+    """
+
+    def __init__(self, feed: Feed, *, wait_s: float, device: str | None = None) -> None:
+        self._feed = feed
+        self._wait_s = arguments.seconds("wait_s", wait_s, is_zero_allowed=False)
+        self._device = device
+        self._resources = ExitStack()
+        self._log: Log | None = None
+        self._version: int | None = None
+        self._weights: Weights | None = None
+
+    def close(self) -> None:
+        """Release the feed and the memory."""
+        self._log = self._version = self._weights = None
+        self._resources.close()
+
+    def head(self) -> int | None:
+        """The newest version of the feed."""
+        head = self._open().head()
+        return None if head is None else head.version
+
+    def advance(self, version: int | None = None) -> Manifest:
+        """Bring the weights to a version, once it is committed, or to the newest; prove them by their digest.
+
+        NotFoundError if the version is not committed in time.
+        """
+        log = self._open()
+        target = log.require_head() if version is None else self._committed(log, version)
+        if self._version == target.version:
+            return target
+
+        def attempt(plan: Plan) -> None:
+            start = None
+            if plan.edges[0].start is None:
+                start = open_start(log, plan)
+                if self._weights is None or self._weights.layout != start.layout:
+                    self._weights = zeros(start.layout)
+            weights = self._weights
+            if weights is None:
+                raise InvalidInputError("there are no weights to change")
+            self._version = None
+            replay(log, plan, weights, base=None if start is None else start.base)
+            self._version = target.version
+
+        with_fallback(log, target, attempt, start=lambda: self._version)
+        return target
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of all tensors: a caller may keep one for longer than the version is held."""
+        if self._weights is None or self._version is None:
+            raise InvalidInputError("no version is held", hint="call advance first")
+        device = self._device
+        if device is None:
+            device = "cpu" if not torch.accelerator.is_available() else str(torch.accelerator.current_accelerator())
+        for spec, bits in zip(self._weights.layout.tensors, self._weights.arrays, strict=True):
+            tensor = torch.from_numpy(bits.copy()).view(torch_dtype(spec.dtype)).reshape(spec.shape)
+            yield spec.name, tensor.to(device)
+
+    def _open(self) -> Log:
+        if self._log is None:
+            self._log = Log(self._resources.enter_context(opened(self._feed)))
+        return self._log
+
+    def _committed(self, log: Log, version: int) -> Manifest:
+        until_s, pause_s = time.monotonic() + self._wait_s, _POLL_FIRST_S
+        while True:
+            try:
+                return log.read(version)
+            except NotFoundError as error:
+                if time.monotonic() > until_s:
+                    hint = "look at the log of the trainer's rank 0"
+                    raise NotFoundError(
+                        f"version {version} was not committed within {self._wait_s:g} s", version=version, hint=hint
+                    ) from error
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_MOST_S)

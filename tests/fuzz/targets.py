@@ -37,6 +37,8 @@ from deltasync.format.payload import PayloadHeader, write_payload
 from deltasync.format.safetensors import parse_header
 from deltasync.format.sealed import FORMAT, FeedRecord, FloorRecord, Heartbeat, Pin, sealed
 from deltasync.format.weights import Region, Weights
+from deltasync.interop.folder import Encoding, decode_folder, layout_deltas, open_folder
+from deltasync.interop.folder import write_files as write_delta
 from deltasync.kernels import available
 from deltasync.kernels import load as load_kernels
 from deltasync.replica.folder import RECORD_NAME, FolderTarget
@@ -174,6 +176,41 @@ def read_checkpoint(data: bytes) -> object:
         write_sharded(Path(home), OLD)
         Path(home, "model.safetensors.index.json").write_bytes(data)
         return open_checkpoint(home).weights.layout
+
+
+# Folders of deltas
+
+
+def write_delta_folder(home: Path, encoding: Encoding) -> Path:
+    """A folder as slime writes it, with one file."""
+    folder = home / "weight_v000001"
+    folder.mkdir()
+    deltas = layout_deltas(BOTH[0].layout, *BOTH)
+    write_delta(folder, deltas, version=1, base_version=0, encoding=encoding, checksum_format="adler32")
+    return folder
+
+
+def delta_folder_files(suffix: str) -> list[bytes]:
+    found = []
+    for encoding in ("xor", "overwrite"):
+        with tempfile.TemporaryDirectory() as home:
+            [file] = write_delta_folder(Path(home), encoding).glob(f"*{suffix}")
+            found.append(file.read_bytes())
+    return found
+
+
+def read_delta_folder(data: bytes, suffix: str) -> object:
+    """A folder in which one file is these bytes."""
+    with tempfile.TemporaryDirectory() as home:
+        path = write_delta_folder(Path(home), "xor")
+        [file] = path.glob(f"*{suffix}")
+        file.write_bytes(data)
+        folder = open_folder(path)
+        return None if folder is None else sorted(decode_folder(folder, BOTH[0]))
+
+
+def delta_folder(suffix: str, mutate: Callable[[Mutator, bytes, Others], bytes]) -> Target:
+    return Target(lambda: delta_folder_files(suffix), mutate, lambda data: read_delta_folder(data, suffix))
 
 
 # Payloads
@@ -389,6 +426,8 @@ TARGETS: dict[str, Target] = {
     "safetensors": Target(headers, mutate_container, read_safetensors),
     "companions": Target(companions, mutate_container, read_companions),
     "checkpoint index": Target(checkpoint_indexes, Mutator.json_text, read_checkpoint),
+    "delta folder index": delta_folder(".json", Mutator.json_text),
+    "delta folder file": delta_folder(".safetensors", mutate_container),
     "index": Target(indexes, Mutator.json_text, read_index, megabytes=1024),
     "payload": Target(payloads, Mutator.payload, apply_payload, megabytes=1024),
     "coo payload": Target(plain_payloads, Mutator.payload, apply_payload, megabytes=1024),

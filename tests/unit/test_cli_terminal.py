@@ -51,6 +51,8 @@ COMMANDS: dict[str, tuple[int, list[str]]] = {
     "pin": (0, ["small", "0", "--name", "best", "--note", "why"]),
     "unpin": (0, ["pruned", "newest"]),
     "pins": (0, ["small"]),
+    "import": (0, ["run", "imported", "--base", "c0"]),
+    "export": (0, ["small", "folders"]),
     "follow": (0, ["small", "--target", "live", "--once"]),
     "status": (3, ["big"]),
     "watch": (0, ["big", "--once"]),
@@ -133,6 +135,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> Path:
     deltasync.publish("pruned", "c1", anchor=True)
     deltasync.pin("pruned", 1, name="newest")
     (tmp_path / "delta").write_bytes(deltasync.diff("c0", "c1"))
+    (tmp_path / "run").mkdir()
     capsys.readouterr()
     return tmp_path
 

@@ -15,6 +15,7 @@ import pytest
 from support.servers import missing, npm_package
 from support.watching import Run
 
+import deltasync
 from deltasync.format import keys
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def run(tmp_path: Path) -> Run:
     made.late_anchor(16)
     made.skip(8, 12)
     made.skip(12, 16)
+    deltasync.pin(str(made.folder), 20, name="best")
     for number in range(3):
         made.beat(f"near-{number}", 23)
     return made
@@ -132,6 +134,7 @@ def test_a_run_live(browser: "Browser", run: Run) -> None:
         assert page.locator(".u-wrap canvas").count() == 3
         assert page.locator("#chain .skip-arc").count() == 2
         assert page.locator("#chain .ring").count() == 1
+        assert page.locator("#chain .pin-mark title").all_text_contents() == ["best"]
 
         run.step()
         page.wait_for_selector("#figures >> text=v24")

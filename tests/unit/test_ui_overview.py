@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.feeds import NOW_UNIX_S, Feed, SpyStore, flip, paper, store_of
 
+import deltasync
 from deltasync.blocks import encode_delta
 from deltasync.errors import NotFoundError
 from deltasync.feed.log import Log
@@ -20,7 +21,7 @@ from deltasync.oneshot import inspect
 from deltasync.ui import overview as module
 from deltasync.ui.alerts import alerts
 from deltasync.ui.index import kind_name, read_version
-from deltasync.ui.overview import DETAIL, REPLICAS_MAX, SAMPLES, Overview, Watch, stride_of
+from deltasync.ui.overview import DETAIL, LISTING_S, REPLICAS_MAX, SAMPLES, Overview, Watch, stride_of
 
 STEP_S = 10
 
@@ -164,6 +165,26 @@ def test_the_figures_of_a_feed() -> None:
     lags = {r.state.id: (r.state.lag, r.lag_s, r.state.has_digest) for r in found.replicas}
     assert lags == {"replica-0": (0, 0, True), "replica-1": (1, STEP_S, True), "replica-2": (2, 2 * STEP_S, True)}
     assert kinds(found) == []
+
+
+def test_pins() -> None:
+    """A pin that is damaged is reported until it is repaired or removed. Nothing is read again that did not change."""
+    feed = Feed.of(3)
+    clock = [0.0]
+    watched = Watch(feed.store, clock=lambda: clock[0])
+    deltasync.pin(feed.store, 2, name="newest")
+    deltasync.pin(feed.store, 1, name="best")
+    assert watched.refresh().pins == ((1, "best"), (2, "newest"))
+    feed.store.put(keys.pin_key("newest"), b"{}")
+    clock[0] += LISTING_S
+    found = watched.refresh()
+    assert (found.pins, [d.key for d in found.damages]) == (((1, "best"),), [keys.pin_key("newest")])
+    feed.store.delete(keys.pin_key("newest"))
+    feed.store.took()
+    clock[0] += LISTING_S
+    found = watched.refresh()
+    assert (found.pins, found.damages) == (((1, "best"),), ())
+    assert [verb for verb, key in feed.store.took() if key.startswith(keys.PINS)] == ["list"]
 
 
 def test_all_weights_are_those_of_the_index() -> None:

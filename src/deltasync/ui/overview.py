@@ -15,7 +15,7 @@ from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFound
 from deltasync.feed.log import READ_THREADS, Log, require_follows
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
-from deltasync.format.sealed import Heartbeat
+from deltasync.format.sealed import Heartbeat, Pin
 from deltasync.parallel import each
 from deltasync.replica.fleet import ReplicaState, replica_state, worst_first
 from deltasync.store.protocol import ObjectInfo, Store
@@ -31,6 +31,7 @@ REPLICAS_MAX = 500
 """Replicas whose heartbeats are read: those that wrote last. Each start without a name of its own leaves one more."""
 
 ANCHORS_MAX = 256
+PINS_MAX = 256
 LISTED_MAX = 200_000
 """Keys that are read of one listing."""
 
@@ -83,6 +84,8 @@ class Overview:
     anchors: tuple[tuple[int, int | None], ...]
     """Versions that an anchor was added to, with its bytes where they were read."""
     skips: tuple[tuple[int, int], ...]
+    pins: tuple[tuple[int, str], ...]
+    """Pinned versions and the names of their pins, ascending."""
     full_bytes: int | None
     """All weights, as the index of a payload gives them."""
     stored_bytes: int
@@ -108,6 +111,7 @@ class Overview:
             versions=(),
             anchors=(),
             skips=(),
+            pins=(),
             full_bytes=None,
             stored_bytes=0,
             stored_payloads=0,
@@ -169,6 +173,7 @@ class Overview:
             "versions": [_version_json(m) for m in self.versions],
             "anchors": [list(pair) for pair in self.anchors],
             "skips": [list(pair) for pair in self.skips],
+            "pins": [list(pair) for pair in self.pins],
             "replicas": [replica.to_json() for replica in self.replicas],
             "older_replicas": self.older_replicas,
             "damages": [asdict(damage) for damage in self.damages],
@@ -212,6 +217,7 @@ class Watch:
         self._beats: dict[ObjectInfo, Heartbeat | None] = {}
         self._anchors: dict[int, int | None] = {}
         self._skips: tuple[tuple[int, int], ...] = ()
+        self._pins: dict[ObjectInfo, Pin | None] = {}
         self._full_bytes: dict[str, int] = {}
         self._stored = (0, 0, False)
         self._floor = 0
@@ -243,6 +249,7 @@ class Watch:
             versions=versions,
             anchors=tuple(sorted(self._anchors.items())),
             skips=self._skips,
+            pins=tuple(sorted((pin.version, pin.name) for pin in self._pins.values() if pin is not None)),
             full_bytes=self._all_bytes(versions),
             stored_payloads=self._stored[0],
             stored_bytes=self._stored[1],
@@ -337,7 +344,7 @@ class Watch:
         self._manifests = {v: m for v, m in self._manifests.items() if v >= detail_from or v % stride == 0}
 
     def _read_listings(self) -> None:
-        """Anchors, skips and payloads. What a manifest names must be there, unless `prune` has deleted it.
+        """Anchors, skips, pins and payloads. What a manifest names must be there, unless `prune` has deleted it.
 
         Payloads are listed after the manifests were read and before the floor, so that neither a commit nor a `prune`
         at the same time looks like damage.
@@ -351,6 +358,10 @@ class Watch:
         self._anchors = {version: self._anchors.get(version) or read.get(version) for version in anchors}
         detail_from = 0 if self._newest is None else max(0, self._newest + 1 - DETAIL)
         self._skips = tuple(islice(log.skips(start=detail_from), 4 * DETAIL))
+        pins = list(islice(log.store.list(keys.PINS), PINS_MAX))
+        # One that was damaged is read again, and may have been removed.
+        self._damages = {key: d for key, d in self._damages.items() if not key.startswith(keys.PINS)}
+        self._pins = {item: self._pins.get(item) or self._pin(item) for item in pins}
         wanted = {
             ref.sha256: (version, ref.nbytes)
             for version, m in self._manifests.items()
@@ -378,6 +389,14 @@ class Watch:
                 if version > self._floor:
                     damaged.append(Damage(keys.payload_key(sha256), version, "this payload is missing"))
         self._misplaced = tuple(damaged)
+
+    def _pin(self, item: ObjectInfo) -> Pin | None:
+        name = keys.parse_pin_key(item.key)
+        try:
+            return None if name is None else self.log.pin(name)
+        except (CorruptError, FormatError) as error:
+            self._damages[item.key] = Damage(item.key, None, str(error))
+            return None
 
     def _anchor_bytes(self, version: int) -> int | None:
         try:

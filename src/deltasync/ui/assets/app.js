@@ -154,8 +154,10 @@ function renderChain() {
     const at = serving.get(r.version) || { count: 0, bad: false };
     serving.set(r.version, { count: at.count + 1, bad: at.bad || r.digest_equal === false });
   }
+  const pinned = new Map();
+  for (const [version, name] of feed.pins) pinned.set(version, [...(pinned.get(version) || []), name]);
   const older = [...serving].filter(([v]) => v < first).reduce((sum, [, at]) => sum + at.count, 0);
-  const key = [versions.map((v) => [v.version, v.kind, v.version < feed.floor]), [...anchors], skips, [...damaged], [...serving], older];
+  const key = [versions.map((v) => [v.version, v.kind, v.version < feed.floor]), [...anchors], skips, feed.pins, [...damaged], [...serving], older];
   show("chain", key, () => {
     if (!versions.length) return [el("p", { class: "note" }, "No version yet.")];
     const step = 26, widest = Math.max(0, ...skips.map(([a, b]) => b - a));
@@ -165,14 +167,14 @@ function renderChain() {
     const marks = [...serving].filter(([v]) => v >= first).map(([v, at]) => `${count(at.count, "replica")} at ${v}`);
     picture.append(svg("title", { id: "chain-text" },
       `Versions ${first} to ${feed.head}; anchors at ${versions.filter((v) => v.kind !== "delta" || anchors.has(v.version)).map((v) => v.version).join(", ") || "none"}; `
-      + `${count(skips.length, "skip")}; ${marks.join(", ") || "no live replica"}.`));
+      + `${count(skips.length, "skip")}; pins: ${feed.pins.map(([v, name]) => `${name} at ${v}`).join(", ") || "none"}; ${marks.join(", ") || "no live replica"}.`));
     picture.append(svg("line", { x1: x(first), x2: x(feed.head), y1: top, y2: top, class: "chain-line" }));
     for (const [start, end] of skips) {
       const rise = Math.min(90, (end - start) * 3);
       picture.append(svg("path", { d: `M ${x(start)} ${top - 8} C ${x(start)} ${top - 8 - rise}, ${x(end)} ${top - 8 - rise}, ${x(end)} ${top - 8}`, class: "skip-arc" }));
     }
     for (const v of versions) {
-      const pruned = v.version < feed.floor ? " node-pruned" : "";
+      const pruned = v.version < feed.floor && !pinned.has(v.version) ? " node-pruned" : "";
       const kind = damaged.has(v.version) ? "damaged" : v.kind;
       picture.append(v.kind === "delta"
         ? svg("circle", { cx: x(v.version), cy: top, r: 5, class: `node-${kind}${pruned}` })
@@ -180,6 +182,11 @@ function renderChain() {
       if (v.kind === "delta" && anchors.has(v.version)) picture.append(svg("rect", { x: x(v.version) - 8, y: top - 8, width: 16, height: 16, rx: 4, class: "ring" }));
       if (v.version % 5 === 0 || v.version === feed.head) {
         if (v.version === feed.head || feed.head - v.version > 1) picture.append(svg("text", { x: x(v.version), y: top + 24, class: "chain-text" }, String(v.version)));
+      }
+      if (pinned.has(v.version)) {
+        const mark = svg("path", { d: `M ${x(v.version)} ${top - 8} l -5 -9 h 10 z`, class: "pin-mark" });
+        mark.append(svg("title", {}, pinned.get(v.version).join(", ")));
+        picture.append(mark);
       }
       const at = serving.get(v.version);
       if (at) {
@@ -190,10 +197,12 @@ function renderChain() {
     }
     const parts = [picture];
     if (older) parts.push(el("p", { class: "note" }, `${count(older, "replica")} on older versions than these.`));
+    const before = [...pinned].filter(([v]) => v < first);
+    if (before.length) parts.push(el("p", { class: "note" }, `Pinned before these: ${before.map(([v, names]) => `v${whole.format(v)} (${names.join(", ")})`).join(", ")}.`));
     requestAnimationFrame(() => { $("chain").scrollLeft = $("chain").scrollWidth; });
     return parts;
   });
-  show("chain-legend", 0, () => [["delta", "delta"], ["anchor", "anchor"], ["skip", "skip"], ["replica", "live replicas"], ["damaged", "damaged"]]
+  show("chain-legend", 0, () => [["delta", "delta"], ["anchor", "anchor"], ["skip", "skip"], ["pin", "pinned"], ["replica", "live replicas"], ["damaged", "damaged"]]
     .map(([kind, text]) => el("li", {}, el("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), text)));
 }
 

@@ -123,7 +123,8 @@ class Log:
         """
         if version is None:
             return self.require_head()
-        if not isinstance(version, str):
+        # Digits are never a name, so that "17" is refused for what it is.
+        if not isinstance(version, str) or version.isdecimal():
             return self.read(whole_number("version", version))
         pin = self.pin(version)
         if pin is None:

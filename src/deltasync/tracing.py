@@ -1,8 +1,8 @@
 """Spans for OpenTelemetry, in processes that use it: one trace follows a version from its capture to every replica.
 
-The id of the trace is made from the feed's id and the version, so that trainer and replicas agree on it without a word
-between them. The API package is not imported here: a process that has not imported it, and chosen a provider, has
-nobody to send spans to.
+The id of the trace is made from the feed's id and the version, so that trainer and replicas agree on it without a
+message between them. The API package is not imported here: a process that has not imported it, and chosen a provider,
+does not collect spans.
 """
 
 import hashlib

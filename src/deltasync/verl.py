@@ -96,7 +96,7 @@ class DeltasyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Tell every worker which version this round makes. Nothing else connects them."""
+        """Announce to every worker which version this round makes. Nothing else connects them."""
         masters = [item for item in metadata if "version" in item]
         if len(masters) != 1:
             raise InvalidInputError(f"one actor must be the master, not {len(masters)}")

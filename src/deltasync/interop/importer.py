@@ -32,7 +32,7 @@ VERSION = "weight_version"
 """The key in a manifest's `extra` with the version of the folder that was imported."""
 
 _INDEX = "weight_index_sha256"
-"""The key with the SHA-256 of the folder's index, which tells two runs apart."""
+"""The key with the SHA-256 of the folder's index, which distinguishes two runs."""
 
 _Path = str | os.PathLike[str]
 

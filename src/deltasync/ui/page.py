@@ -82,7 +82,7 @@ class Page:
         }
 
     def run(self) -> None:
-        """Read the feed again and again until `stop`. While nobody looks at the page, it waits."""
+        """Poll the feed until `stop`. It waits while the page is not open anywhere."""
         while not self._stopped.is_set():
             self._asked.clear()
             self.refresh()

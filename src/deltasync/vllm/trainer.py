@@ -7,7 +7,7 @@
     engine.shutdown()
 
 Servers that follow the feed (`deltasync serve`) move by themselves, without a call and without waiting for the trainer.
-With `moves_servers`, the client tells servers that follow nothing to move to each version, as vLLM's other backends do.
+With `moves_servers`, the client asks servers that follow nothing to move to each version, as vLLM's other backends do.
 """
 
 from collections.abc import Iterator

@@ -13,7 +13,7 @@ from .planted import PLANTED
 from .virtual import virtual
 from .world import Outcome, simulate
 
-SHORTENING_RUNS = 150
+SHORTENING_RUNS = 600
 _COMMAND = "PYTHONPATH=tests python -m simulation"
 
 

@@ -144,6 +144,13 @@ class VllmServer:
             time.sleep(0.05)
         raise AssertionError(f"version {version} did not get live: {self.control('status')}\n{self.tail()}")
 
+    def wait_ready(self, *, within_s: float = 60.0) -> None:
+        """Wait until the server says that it is ready: the poll that confirms a version ends after it is live."""
+        deadline = time.monotonic() + within_s
+        while (answer := self.request("/deltasync/ready")).status != 200:
+            assert time.monotonic() < deadline, f"{answer}: {self.control('status')}"
+            time.sleep(0.05)
+
     def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
 

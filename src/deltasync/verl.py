@@ -8,7 +8,6 @@ verl imports this module in actors, rollout workers and its manager, which regis
 """
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngi
 
 from deltasync import arguments
 from deltasync.errors import InvalidInputError
-from deltasync.torch.held import HeldVersion
+from deltasync.torch.held import HeldVersion, require_methods
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.publisher import PublisherOptions
 
@@ -41,13 +40,7 @@ _NONE = -1
 
 def require_seam(base: type) -> None:
     """InvalidInputError, naming the difference, unless verl's base class is the one that this engine implements."""
-    found = {name: list(inspect.signature(getattr(base, name)).parameters) for name in base.__abstractmethods__}  # type: ignore[attr-defined]
-    if found != _EXPECTED:
-        differing = sorted(name for name in {*found, *_EXPECTED} if found.get(name) != _EXPECTED.get(name))
-        raise InvalidInputError(
-            f"this release of verl has another checkpoint engine: {', '.join(differing)} differ",
-            hint="deltasync.verl is made for verl 0.9.1",
-        )
+    require_methods(base, _EXPECTED, framework="verl", hint="deltasync.verl is made for verl 0.9.1")
 
 
 require_seam(CheckpointEngineWithCache)

@@ -1,7 +1,8 @@
-"""`HeldVersion`: the weights of one version in memory, as torch tensors, for engines that hand whole tensors on."""
+"""What checkpoint engines share: `HeldVersion`, one version as torch tensors, and the check of a base class."""
 
+import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -100,3 +101,14 @@ class HeldVersion:
                     ) from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_MOST_S)
+
+
+def require_methods(base: type, expected: Mapping[str, list[str]], *, framework: str, hint: str) -> None:
+    """InvalidInputError, naming the difference, unless the abstract methods of a framework's base class are these."""
+    names: Iterable[str] = getattr(base, "__abstractmethods__", ())
+    found = {name: list(inspect.signature(getattr(base, name)).parameters) for name in names}
+    if found != expected:
+        differing = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+        raise InvalidInputError(
+            f"this release of {framework} has another checkpoint engine: {', '.join(differing)} differ", hint=hint
+        )

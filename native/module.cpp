@@ -20,6 +20,7 @@ namespace {
 using Array = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using WritableArray = nb::ndarray<nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Positions = nb::ndarray<const u32, nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Data = nb::ndarray<const u8, nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using RunTable = nb::ndarray<const i64, nb::ro, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using KeyTable = nb::ndarray<const u64, nb::ro, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 
@@ -155,7 +156,7 @@ nb::tuple to_tuple(const Lanes& lanes) { return nb::make_tuple(lanes.sum[0], lan
 
 std::span<const u32> span_of(const Positions& p) { return {p.data(), p.shape(0)}; }
 
-std::span<const u8> span_of(const nb::bytes& b) { return {static_cast<const u8*>(b.data()), b.size()}; }
+std::span<const u8> span_of(const Data& d) { return {d.data(), d.shape(0)}; }
 
 void require_pairs(const Kind& kind, const Positions& positions, const Array& values) {
     require_elements(values, kind);
@@ -224,7 +225,7 @@ nb::tuple py_encode_difference(const std::string& name, const Region& before, co
                           to_tuple(block.digest_delta));
 }
 
-nb::tuple py_decode_changes(const std::string& name, const Region& before, const nb::bytes& data, bool absolute) {
+nb::tuple py_decode_changes(const std::string& name, const Region& before, const Data& data, bool absolute) {
     const Isa& isa = isa_named(name);
     Decoded changes =
         without_gil([&] { return decode_changes(isa, before.kind(), before.runs(), span_of(data), absolute); });
@@ -243,8 +244,8 @@ nb::bytes py_encode_planes(const std::string& name, const Region& region) {
     return nb::borrow<nb::bytes>(data);
 }
 
-nb::ndarray<nb::numpy, u8, nb::ndim<1>> py_decode_planes(const std::string& name, const Kind& kind,
-                                                         const nb::bytes& data, u64 elements) {
+nb::ndarray<nb::numpy, u8, nb::ndim<1>> py_decode_planes(const std::string& name, const Kind& kind, const Data& data,
+                                                         u64 elements) {
     const Isa& isa = isa_named(name);
     if (elements > kBlockElementsMax) throw nb::value_error("a region must not exceed the elements of a block");
     u64 bytes = elements * static_cast<u64>(kind.width);
@@ -256,6 +257,24 @@ nb::ndarray<nb::numpy, u8, nb::ndim<1>> py_decode_planes(const std::string& name
     });
     nb::capsule owner(values.get(), [](void* p) noexcept { delete[] static_cast<u8*>(p); });
     return {values.release(), {bytes}, owner};
+}
+
+// `same` has the elements of `target`, to read.
+nb::tuple py_decode_planes_into(const std::string& name, const Data& data, const WritableRegion& target,
+                                const Region& same) {
+    const Isa& isa = isa_named(name);
+    auto is_same = [](const WritableRun& a, const Run& b) { return a.bits == b.bits && a.count == b.count; };
+    std::span<const WritableRun> to = target.runs();
+    std::span<const Run> from = same.runs().span();
+    if (target.kind().width != same.kind().width ||
+        !std::equal(to.begin(), to.end(), from.begin(), from.end(), is_same))
+        throw nb::value_error("two regions must have the same elements");
+    return to_tuple(without_gil([&] {
+        ByteReader in(span_of(data));
+        Lanes lanes = decode_planes_into(in, target.kind(), to, same.runs(), isa);
+        in.require_end();
+        return lanes;
+    }));
 }
 
 nb::tuple py_digest(const std::string& name, const Region& region) {
@@ -338,6 +357,7 @@ NB_MODULE(_native, m) {
     m.def("decode_changes", &py_decode_changes);
     m.def("encode_planes", &py_encode_planes);
     m.def("decode_planes", &py_decode_planes);
+    m.def("decode_planes_into", &py_decode_planes_into);
     m.def("digest", &py_digest);
     m.def("digest_change", &py_digest_change);
     m.def("overwrite", &py_overwrite);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <optional>
 
 #include "classes.hpp"
 #include "scratch.hpp"
@@ -92,14 +93,92 @@ void split(const Kind& kind, const Runs& runs, int byte, u8* to, const Isa& isa)
     }
 }
 
-// The bytes of a plane: where they came in, or decoded to `coded`.
-const u8* decode_plane(ByteReader& in, u64 elements, Scratch<u8>& coded, const Isa& isa) {
-    u8 mode = in.byte();
-    if (mode == kRaw) return in.take(elements).data();
-    if (mode != kCoded || elements == 0) throw Corrupt{"planes.mode", "a plane has an unknown mode"};
-    u8* plane = coded.reserve(elements);
-    decode_symbols(in, {&elements, 1}, 256, {plane, elements}, isa);
-    return plane;
+// A plane whose bytes are read in order, some at a time.
+class PlaneReader {
+public:
+    PlaneReader(ByteReader& in, u64 elements) {
+        u8 mode = in.byte();
+        if (mode == kRaw)
+            raw_ = in.take(elements).data();
+        else if (mode == kCoded && elements != 0)
+            coded_.emplace(in, Counts{&elements, 1}, 256);
+        else
+            throw Corrupt{"planes.mode", "a plane has an unknown mode"};
+    }
+
+    // The next bytes: where they came in, or decoded to `room`.
+    const u8* read(u64 count, u8* room, const Isa& isa) {
+        if (coded_) {
+            coded_->read(0, {room, count}, isa);
+            return room;
+        }
+        const u8* bytes = raw_;
+        raw_ += count;
+        return bytes;
+    }
+
+    void require_end() const {
+        if (coded_) coded_->require_end();
+    }
+
+private:
+    const u8* raw_ = nullptr;
+    std::optional<SymbolReader> coded_;
+};
+
+// Planes are decoded side by side, so many elements at a time: what is made of them is still in the cache when it is
+// used. A multiple of kRow.
+constexpr u64 kPiece = 1 << 13;
+
+// The error of the first plane that has one, as if planes were decoded one after the other.
+void require_sound(ByteReader in, const Kind& kind, u64 elements, const Isa& isa) {
+    Scratch<u8> room(kPiece);
+    for (int plane = 0; plane < kind.width; ++plane) {
+        PlaneReader reader(in, elements);
+        for (u64 at = 0; at < elements; at += kPiece) reader.read(std::min(kPiece, elements - at), room.get(), isa);
+        reader.require_end();
+    }
+}
+
+// Calls use(run, offset, count) after elements of a run have been written.
+template <class Use>
+void decode_pieces(ByteReader& in, const Kind& kind, std::span<const WritableRun> runs, u64 elements, const Isa& isa,
+                   Use&& use) {
+    std::array<std::optional<PlaneReader>, kWidthMax> readers;
+    std::array<const u8*, kWidthMax> planes;
+    std::size_t width = static_cast<std::size_t>(kind.width), run = 0;
+    for (std::size_t p = 0; p < width; ++p) readers[p].emplace(in, elements);
+    u8* room = thread_coder_room().plane.reserve(width * kPiece);
+    u64 offset = 0;
+    for (u64 first = 0; first < elements; first += kPiece) {
+        u64 count = std::min(kPiece, elements - first);
+        for (std::size_t p = 0; p < width; ++p) planes[p] = readers[p]->read(count, room + p * kPiece, isa);
+        for (u64 done = 0; done < count;) {
+            for (; offset == runs[run].count; offset = 0) ++run;
+            u64 n = std::min(count - done, runs[run].count - offset);
+            u8* to = runs[run].bits + offset * width;
+            for (std::size_t pair = 0; 2 * pair < width; ++pair) {
+                const u8* high = width > 1 ? planes[2 * pair] + done : nullptr;
+                isa.join(kind, high, planes[std::min(2 * pair + 1, width - 1)] + done, n, static_cast<int>(pair), to);
+            }
+            use(run, offset, n);
+            offset += n;
+            done += n;
+        }
+    }
+    for (std::size_t p = 0; p < width; ++p) readers[p]->require_end();
+}
+
+template <class Use>
+void decode_runs(ByteReader& in, const Kind& kind, std::span<const WritableRun> runs, u64 elements, const Isa& isa,
+                 Use&& use) {
+    const ByteReader start = in;
+    try {
+        decode_pieces(in, kind, runs, elements, isa, use);
+    } catch (const Corrupt&) {
+        require_sound(start, kind, elements, isa);
+        throw;
+    }
 }
 
 }  // namespace
@@ -142,12 +221,22 @@ void encode_planes(Bytes& out, const Kind& kind, const Runs& runs, const Isa& is
 }
 
 void decode_planes(ByteReader& in, const Kind& kind, u64 elements, void* values, const Isa& isa) {
-    Scratch<u8>& high = thread_coder_room().plane;
-    Scratch<u8> low;
-    for (int pair = 0; 2 * pair < kind.width; ++pair) {
-        const u8* first = kind.width > 1 ? decode_plane(in, elements, high, isa) : nullptr;
-        isa.join(kind, first, decode_plane(in, elements, low, isa), elements, pair, values);
-    }
+    WritableRun run{static_cast<u8*>(values), elements};
+    decode_runs(in, kind, {&run, 1}, elements, isa, [](std::size_t, u64, u64) {});
+}
+
+Lanes decode_planes_into(ByteReader& in, const Kind& kind, std::span<const WritableRun> to, const Runs& keys,
+                         const Isa& isa) {
+    Lanes lanes;
+    decode_runs(in, kind, to, keys.elements, isa, [&](std::size_t run, u64 offset, u64 count) {
+        Run piece = keys.data[run];
+        piece.bits += offset * static_cast<u64>(kind.width);
+        piece.index += offset;
+        piece.count = count;
+        Lanes part = isa.digest(kind, {&piece, 1, count});
+        for (int lane = 0; lane < 2; ++lane) lanes.sum[lane] += part.sum[lane];
+    });
+    return lanes;
 }
 
 }  // namespace deltasync

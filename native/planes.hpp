@@ -34,4 +34,9 @@ void encode_planes(Bytes& out, const Kind& kind, const Runs& runs, const Isa& is
 // `values` has room for `elements` of kind.width bytes.
 void decode_planes(ByteReader& in, const Kind& kind, u64 elements, void* values, const Isa& isa = *portable_isa());
 
+// The same into runs, and the digest of what they then hold. `keys` has the same runs. After an error, some of them may
+// have been written.
+Lanes decode_planes_into(ByteReader& in, const Kind& kind, std::span<const WritableRun> to, const Runs& keys,
+                         const Isa& isa = *portable_isa());
+
 }  // namespace deltasync

@@ -128,52 +128,13 @@ DecodeTable read_table(ByteReader& in, int alphabet) {
     return table;
 }
 
-// The words of a sequence. Loops over rows read beyond them, so the last ones are moved to where there is room.
-class Words {
-public:
-    explicit Words(std::span<const u8> data) : at_(data.data()), end_(at_ + data.size()) {}
-
-    // Rows may begin up to here.
-    const u8* last() {
-        if (!moved_ && left() < kReach) {
-            u64 bytes = 2 * left();
-            if (bytes) std::memcpy(tail_, at_, bytes);
-            at_ = tail_;
-            end_ = tail_ + bytes;
-            moved_ = true;
-        }
-        return moved_ ? end_ : end_ - 2 * kReach;
-    }
-
-    u64 left() const { return static_cast<u64>(end_ - at_) / 2; }
-    const u8* at() const { return at_; }
-    bool at_end() const { return at_ == end_; }
-
-    void require_word(const u8* at) const {
-        if (at == end_) throw Corrupt{"sequence.words", "the words end too early"};
-    }
-
-    void go_on(const u8* at) {
-        if (at > end_) throw Corrupt{"sequence.words", "the words end too early"};
-        at_ = at;
-    }
-
-private:
-    static constexpr u64 kReach = kRow + kWordSlack;
-
-    const u8* at_;
-    const u8* end_;
-    bool moved_ = false;
-    u8 tail_[4 * kReach] = {};
-};
-
 // Decodes symbols first to last-1 with one table, one at a time.
 template <bool Checked>
 void decode_few(const DecodeTable& table, u32* states, u64 lanes, u64 first, u64 last, Words& words, u8* symbols) {
     const u8* at = words.at();
     for (u64 i = first; i < last; ++i) {
         u32& x = states[i & (lanes - 1)];
-        x = decode_step(table, x, symbols + i);
+        x = decode_step(table, x, symbols++);
         if constexpr (Checked) {
             if (x >= kStateMin) continue;  // at the end there is no word to look at
             words.require_word(at);
@@ -181,28 +142,6 @@ void decode_few(const DecodeTable& table, u32* states, u64 lanes, u64 first, u64
         x = take_word(x, at);
     }
     words.go_on(at);
-}
-
-// Decodes symbols first to last-1 with one table.
-void decode_span(const DecodeTable& table, u32* states, u64 lanes, u64 first, u64 last, Words& words, u8* symbols,
-                 const Isa& isa) {
-    for (u64 i = first; i < last;) {
-        u64 rows = lanes == kRow && i % kRow == 0 ? (last - i) / kRow : 0;
-        if (rows) {
-            const u8* stop = words.last();
-            words.go_on(isa.decode_rows(table, states, rows, words.at(), stop, symbols + i));
-            i += rows * kRow;
-        } else {
-            constexpr u64 kStrip = 4096;
-            u64 end = std::min(last, lanes == kRow ? (i / kRow + 1) * kRow : i + kStrip);
-            // Every symbol takes at most one word: only near the end of the words each of them must be checked.
-            if (words.left() > end - i)
-                decode_few<false>(table, states, lanes, i, end, words, symbols);
-            else
-                decode_few<true>(table, states, lanes, i, end, words, symbols);
-            i = end;
-        }
-    }
 }
 
 }  // namespace
@@ -228,29 +167,56 @@ void encode_symbols(Bytes& out, std::span<const u8> symbols, const Histogram& hi
     write_symbols(out, symbols, {&count, 1}, lanes_log2, {&table, 1}, isa);
 }
 
-void decode_symbols(ByteReader& in, Counts counts, int alphabet, std::span<u8> symbols, const Isa& isa) {
+SymbolReader::SymbolReader(ByteReader& in, Counts counts, int alphabet) {
     int lanes_log2 = in.byte();
     if (lanes_log2 > kLanesLog2Max) throw Corrupt{"sequence.lanes", "too many lanes"};
-    std::vector<DecodeTable> tables;
-    tables.reserve(counts.size());
+    lanes_ = u64{1} << lanes_log2;
+    tables_.reserve(counts.size());
     for (u64 count : counts)
-        if (count) tables.push_back(read_table(in, alphabet));
+        if (count) tables_.push_back(read_table(in, alphabet));
     u64 word_count = in.varint();
-    u64 lanes = u64{1} << lanes_log2;
-    std::array<u32, kRow> states;
-    std::memcpy(states.data(), in.take(lanes * sizeof(u32)).data(), lanes * sizeof(u32));
-    Words words(in.take(word_count * sizeof(u16)));
-    for (u64 lane = 0; lane < lanes; ++lane)
-        if (states[lane] < kStateMin) throw Corrupt{"sequence.state", "a state is out of range"};
-    u64 i = 0;
+    std::memcpy(states_.data(), in.take(lanes_ * sizeof(u32)).data(), lanes_ * sizeof(u32));
+    words_.open(in.take(word_count * sizeof(u16)));
+    for (u64 lane = 0; lane < lanes_; ++lane)
+        if (states_[lane] < kStateMin) throw Corrupt{"sequence.state", "a state is out of range"};
+}
+
+void SymbolReader::read(std::size_t table, std::span<u8> symbols, const Isa& isa) {
+    u8* to = symbols.data();
+    for (u64 last = at_ + symbols.size(); at_ < last;) {
+        u64 rows = lanes_ == kRow && at_ % kRow == 0 ? (last - at_) / kRow : 0, from = at_;
+        if (rows) {
+            const u8* stop = words_.last();
+            words_.go_on(isa.decode_rows(tables_[table], states_.data(), rows, words_.at(), stop, to));
+            at_ += rows * kRow;
+        } else {
+            constexpr u64 kStrip = 4096;
+            at_ = std::min(last, lanes_ == kRow ? (at_ / kRow + 1) * kRow : at_ + kStrip);
+            // Every symbol takes at most one word: only near the end of the words each of them must be checked.
+            if (words_.left() > at_ - from)
+                decode_few<false>(tables_[table], states_.data(), lanes_, from, at_, words_, to);
+            else
+                decode_few<true>(tables_[table], states_.data(), lanes_, from, at_, words_, to);
+        }
+        to += at_ - from;
+    }
+}
+
+void SymbolReader::require_end() const {
+    bool home = words_.at_end();
+    for (u64 lane = 0; lane < lanes_; ++lane) home = home && states_[lane] == kStateMin;
+    if (!home) throw Corrupt{"sequence.state", "the states do not return to where they began"};
+}
+
+void decode_symbols(ByteReader& in, Counts counts, int alphabet, std::span<u8> symbols, const Isa& isa) {
+    SymbolReader reader(in, counts, alphabet);
+    u64 first = 0;
     std::size_t table = 0;
     for (u64 count : counts) {
-        if (count) decode_span(tables[table++], states.data(), lanes, i, i + count, words, symbols.data(), isa);
-        i += count;
+        if (count) reader.read(table++, symbols.subspan(first, count), isa);
+        first += count;
     }
-    bool home = words.at_end();
-    for (u64 lane = 0; lane < lanes; ++lane) home = home && states[lane] == kStateMin;
-    if (!home) throw Corrupt{"sequence.state", "the states do not return to where they began"};
+    reader.require_end();
 }
 
 }  // namespace deltasync

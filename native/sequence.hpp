@@ -4,6 +4,7 @@
 #include <array>
 #include <span>
 
+#include "coder.hpp"
 #include "constants.hpp"
 #include "isa.hpp"
 #include "types.hpp"
@@ -53,6 +54,71 @@ void encode_symbols(Bytes& out, std::span<const u8> symbols, Counts counts, cons
 // Symbols under one context, which have been counted already.
 void encode_symbols(Bytes& out, std::span<const u8> symbols, const Histogram&, const Isa&);
 void decode_symbols(ByteReader& in, Counts counts, int alphabet, std::span<u8> symbols, const Isa&);
+
+// The words of a sequence. Loops over rows read beyond them, so the last ones are moved to where there is room.
+class Words {
+public:
+    Words() = default;
+    Words(const Words&) = delete;
+    Words& operator=(const Words&) = delete;
+
+    void open(std::span<const u8> data) {
+        at_ = data.data();
+        end_ = at_ + data.size();
+    }
+
+    // Rows may begin up to here.
+    const u8* last() {
+        if (!moved_ && left() < kReach) {
+            u64 bytes = 2 * left();
+            if (bytes) std::memcpy(tail_, at_, bytes);
+            at_ = tail_;
+            end_ = tail_ + bytes;
+            moved_ = true;
+        }
+        return moved_ ? end_ : end_ - 2 * kReach;
+    }
+
+    u64 left() const { return static_cast<u64>(end_ - at_) / 2; }
+    const u8* at() const { return at_; }
+    bool at_end() const { return at_ == end_; }
+
+    void require_word(const u8* at) const {
+        if (at == end_) throw Corrupt{"sequence.words", "the words end too early"};
+    }
+
+    void go_on(const u8* at) {
+        if (at > end_) throw Corrupt{"sequence.words", "the words end too early"};
+        at_ = at;
+    }
+
+private:
+    static constexpr u64 kReach = kRow + kWordSlack;
+
+    const u8* at_ = nullptr;
+    const u8* end_ = nullptr;
+    bool moved_ = false;
+    u8 tail_[4 * kReach] = {};
+};
+
+// A sequence whose symbols are decoded in order, some at a time. Everything before them is read at once.
+class SymbolReader {
+public:
+    // One table for each count that is not 0.
+    SymbolReader(ByteReader& in, Counts counts, int alphabet);
+
+    // The next symbols, which are under one table.
+    void read(std::size_t table, std::span<u8> symbols, const Isa&);
+    // Throws unless the words are used up and the states are where an encoder begins.
+    void require_end() const;
+
+private:
+    std::vector<DecodeTable> tables_;
+    u64 lanes_;
+    std::array<u32, kRow> states_;
+    Words words_;
+    u64 at_ = 0;
+};
 
 template <class Value>
 void encode_buckets(Bytes& out, std::span<const Value> values, Counts counts, const Isa& isa = *portable_isa()) {

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.checkpoint import FileWeights
 from deltasync.codecs import coo, exp, planes
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError
 from deltasync.format import limits
@@ -76,7 +77,8 @@ def check_changed(layout: Layout, changed: Changed) -> None:
     for name, (indices, values) in changed.items():
         ordinal = layout.ordinals.get(name)
         if ordinal is None:
-            raise InvalidInputError(f"tensor {name!r} is not in the layout", rule="changes.name")
+            hint = "changes may name only tensors that the feed has"
+            raise InvalidInputError(f"tensor {name!r} is not in the layout", rule="changes.name", hint=hint)
         spec = layout.tensors[ordinal]
         if values.dtype != spec.dtype.bits_dtype or values.shape != indices.shape or values.ndim != 1:
             raise InvalidInputError(
@@ -120,13 +122,10 @@ def put_back(layout: Layout, runs: Runs, bits: Bits, replaced: Sequence[Changed]
 
 def overwrite(target: Weights, changes: Changes) -> None:
     """Write the new bits into `target`'s arrays."""
-    region = target.region(changes.runs)
-    if changes.positions is not None:
-        kernels().overwrite(region, changes.positions, changes.values)
-        return
-    ends = np.cumsum(region.runs[:, 2])
-    for (array, offset, count), end in zip(region.runs.tolist(), ends.tolist(), strict=True):
-        region.arrays[array][offset : offset + count] = changes.values[end - count : end]
+    if changes.positions is None:
+        target.write(changes.runs, changes.values)
+    else:
+        kernels().overwrite(target.region(changes.runs), changes.positions, changes.values)
 
 
 def encode_delta(
@@ -237,7 +236,10 @@ def decode_into(
     """
 
     def decode_one(block: Block) -> None:
-        for changes in decode_block(old, block, relative=relative):
+        if not relative:
+            restore_block(target, block)
+            return
+        for changes in decode_block(old, block, relative=True):
             overwrite(target, changes)
 
     done = _counter(on_progress)
@@ -245,14 +247,25 @@ def decode_into(
         pass
 
 
+def restore_block(target: Weights, block: Block) -> None:
+    """Overwrite the elements of one block of an anchor, and verify them where they are then.
+
+    On an error some of them are overwritten, so give weights that nothing else uses yet.
+    """
+    if isinstance(target, FileWeights):
+        for changes in decode_block(target, block, relative=False):
+            overwrite(target, changes)
+        return
+    _require_anchor(block)
+    _require_digest(block, planes.decode_into(target, block), relative=False)
+
+
 def decode_block(old: Weights, block: Block, *, relative: bool) -> list[Changes]:
     """The verified changes of one block, as `decode` gives them."""
+    if not relative:
+        _require_anchor(block)
     if block.codec == planes.PLANES:
         decoded, digest_delta = planes.decode(old, block, relative=relative)
-    elif not relative:
-        raise FormatError(
-            f"an anchor has a block in codec {block.codec!r:.80}; only {planes.PLANES} is allowed", rule="anchor.codec"
-        )
     elif block.codec in (exp.EXP, exp.ABS):
         decoded, digest_delta = exp.decode(old, block)
     elif block.codec == coo.COO:
@@ -261,18 +274,29 @@ def decode_block(old: Weights, block: Block, *, relative: bool) -> list[Changes]
         raise FormatError(
             f"this release does not know the codec {block.codec!r:.80}", rule="block.codec", hint="upgrade deltasync"
         )
-    if digest_delta != block.digest:
-        message = f"a block decodes to the digest {digest_delta}, but its index says {block.digest}"
-        if not relative:
-            raise CorruptError(message, rule="block.digest")
-        hint = "the old weights are not the ones that this delta was made against"
-        raise MismatchError(message, rule="block.digest", hint=hint)
+    _require_digest(block, digest_delta, relative=relative)
     count = sum(len(changes.values) for changes in decoded)
     if block.codec != planes.PLANES and count != block.changed:
         raise CorruptError(
             f"a block decodes to {count} changes, but its index says {block.changed}", rule="block.changed"
         )
     return decoded
+
+
+def _require_anchor(block: Block) -> None:
+    if block.codec != planes.PLANES:
+        raise FormatError(
+            f"an anchor has a block in codec {block.codec!r:.80}; only {planes.PLANES} is allowed", rule="anchor.codec"
+        )
+
+
+def _require_digest(block: Block, digest_delta: StateDigest, *, relative: bool) -> None:
+    if digest_delta != block.digest:
+        message = f"a block decodes to the digest {digest_delta}, but its index says {block.digest}"
+        if not relative:
+            raise CorruptError(message, rule="block.digest")
+        hint = "the old weights are not the ones that this delta was made against"
+        raise MismatchError(message, rule="block.digest", hint=hint)
 
 
 def digest(weights: Weights, *, on_progress: OnProgress | None = None) -> StateDigest:

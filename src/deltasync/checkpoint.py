@@ -9,8 +9,9 @@ import mmap
 import os
 import shutil
 import stat
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ from deltasync.files import (
     release_folder,
     remove_abandoned_files,
     reserve,
+    start_writeback,
     sync_file,
     sync_folder,
     temporary_beside,
     temporary_folder_beside,
+    write_range,
 )
 from deltasync.format import limits
 from deltasync.format.companions import can_run_code, is_safe_path
@@ -181,6 +184,29 @@ def _check_duplicates(files: tuple[CheckpointFile, ...]) -> None:
             seen[entry.name] = file.path
 
 
+@dataclass(frozen=True)
+class FileWeights(Weights):
+    """Weights in mapped files that may be written.
+
+    Runs of elements are written by the system: that costs less than to touch pages of the mapping for the first time.
+    `places` has the descriptor of each tensor's file and where it begins there; None for one that is a copy.
+    `is_synced_soon`: the system starts to write to disk at once, while other elements are computed.
+    """
+
+    places: tuple[tuple[int, int] | None, ...]
+    is_synced_soon: bool = False
+
+    def write_run(self, ordinal: int, first: int, bits: Bits) -> None:
+        place = self.places[ordinal]
+        if place is None:
+            super().write_run(ordinal, first, bits)
+        else:
+            fd, begin = place
+            write_range(fd, begin + first * bits.itemsize, bits.view(np.uint8).data)
+            if self.is_synced_soon:
+                start_writeback(fd, begin + first * bits.itemsize, bits.nbytes)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedFiles:
     """Mapped files: `copied` holds (file, entry, array) of tensors that are not aligned in their file."""
@@ -197,28 +223,39 @@ class MappedFiles:
             mapped.flush()
 
 
-def map_files(files: Sequence[CheckpointFile], *, writable: bool) -> MappedFiles:
+def map_files(files: Sequence[CheckpointFile], *, writable: bool, is_synced_soon: bool = False) -> MappedFiles:
     """The tensors of safetensors files as views of the mapped files. Those to be written get space for their holes."""
     maps: list[mmap.mmap] = []
     copied: list[tuple[mmap.mmap, Entry, Bits]] = []
     arrays: dict[str, Bits] = {}
-    for file in files:
-        with file.path.open("r+b" if writable else "rb") as opened:
+    places: dict[str, tuple[int, int] | None] = {}
+    with ExitStack() as opened:
+        for file in files:
+            fd = os.open(file.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+            opened.callback(os.close, fd)
             if writable:
-                fill_holes(opened.fileno())
-            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
-        maps.append(mapped)
-        for entry in file.header.entries:
-            bits_dtype, elements = entry.dtype.bits_dtype, entry.spec.elements
-            # NumPy refuses an empty view at the end of a buffer.
-            array = np.frombuffer(mapped, bits_dtype, elements, entry.begin) if elements else np.empty(0, bits_dtype)
-            if not array.flags.aligned:
-                array = array.copy()
-                array.flags.writeable = writable
-                copied.append((mapped, entry, array))
-            arrays[entry.name] = array
-    layout = Layout.of(e.spec for f in files for e in f.header.entries)
-    weights = Weights(layout, tuple(arrays[t.name] for t in layout.tensors))
+                fill_holes(fd)
+            mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+            maps.append(mapped)
+            for entry in file.header.entries:
+                bits_dtype, elements = entry.dtype.bits_dtype, entry.spec.elements
+                # NumPy refuses an empty view at the end of a buffer.
+                array = (
+                    np.frombuffer(mapped, bits_dtype, elements, entry.begin) if elements else np.empty(0, bits_dtype)
+                )
+                places[entry.name] = (fd, entry.begin) if array.flags.aligned else None
+                if not array.flags.aligned:
+                    array = array.copy()
+                    array.flags.writeable = writable
+                    copied.append((mapped, entry, array))
+                arrays[entry.name] = array
+        layout = Layout.of(e.spec for f in files for e in f.header.entries)
+        in_order = tuple(arrays[t.name] for t in layout.tensors)
+        if not writable:
+            return MappedFiles(Weights(layout, in_order), tuple(maps), tuple(copied))
+        weights = FileWeights(layout, in_order, tuple(places[t.name] for t in layout.tensors), is_synced_soon)
+        # The files stay open for as long as the weights are used.
+        weakref.finalize(weights, opened.pop_all().close).atexit = False
     return MappedFiles(weights, tuple(maps), tuple(copied))
 
 
@@ -264,7 +301,7 @@ def write_checkpoint(layout: Layout, files: Mapping[str, bytes], out: str | os.P
     with _appearing(target, is_folder=True) as temporary:
         with _room(target, layout.nbytes):
             for name, data in files.items():
-                _write_companion(temporary, name, data)
+                write_companion(temporary, name, data)
             created = [create_file(temporary / name, specs) for name, specs in _named_shards(layout, temporary)]
         _fill(created, fill)
 
@@ -273,7 +310,7 @@ _DEPTH_MAX = 64
 _NO_SUCH_PATH = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG})
 
 
-def _write_companion(folder: Path, name: str, data: bytes) -> None:
+def write_companion(folder: Path, name: str, data: bytes) -> None:
     """Write a file beside the weights. CorruptError if the others, or the weights, leave no place for its path."""
     *parents, _ = name.split("/")
     reason = None
@@ -351,7 +388,7 @@ def _appearing(target: Path, *, is_folder: bool) -> Iterator[Path]:
 
 
 def _fill(files: list[CheckpointFile], fill: Fill) -> None:
-    mapped = map_files(files, writable=True)
+    mapped = map_files(files, writable=True, is_synced_soon=True)
     fill(mapped.weights)
     mapped.flush()
 

@@ -1,5 +1,6 @@
 """Files that appear whole or not at all: written beside their place, synced to disk, then renamed. Locks, and space."""
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -10,7 +11,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from deltasync.errors import InvalidInputError
@@ -20,6 +21,7 @@ _COPY_BYTES = 1 << 30
 _ZEROS_BYTES = 1 << 22
 _STAT_BLOCK_BYTES = 512
 _LOCK_POLL_S = 0.05
+_SYNC_FILE_RANGE_WRITE = 2
 _MARK = ".deltasync"
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
 _NO_RESERVATION = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENODEV})
@@ -239,6 +241,29 @@ def read_range(fd: int, offset: int, length: int) -> bytes:
         chunks.append(chunk)
         left -= len(chunk)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def write_range(fd: int, offset: int, data: memoryview) -> None:
+    """Write all bytes to an open file, from `offset` on."""
+    while data:
+        # Linux writes at most 2 GiB at once.
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Have the system begin to write a part of an open file to disk, where it can, without waiting for it.
+
+    This is only about time: what must be on disk is synced later.
+    """
+    call = getattr(_libc(), "sync_file_range", None)
+    if call is not None:
+        call(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _copy_in_kernel(source: int, target: int) -> bool:

@@ -315,7 +315,8 @@ def inspect(payload: Delta, *, old: State | None = None, progress: Progress | No
 def _count_changes(payload: Payload, old: State, progress: Progress | None) -> list[int]:
     """The number of changed elements of each tensor, by decoding a delta."""
     if payload.header.kind != "delta":
-        raise InvalidInputError(f"this payload is of kind {payload.header.kind}, which has no older state")
+        hint = "leave the older state out"
+        raise InvalidInputError(f"this payload is of kind {payload.header.kind}, which has no older state", hint=hint)
     before = _weights_of(old, "old")
     _require_parent(before, payload.header, old, progress)
     counts = [0] * len(before.layout.tensors)

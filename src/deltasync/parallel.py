@@ -1,4 +1,4 @@
-"""Two thread pools for the whole process, and progress callbacks.
+"""Two thread pools for the whole process, progress callbacks, and objects that must be closed.
 
 One pool computes, with as many threads as `set_threads` says; a larger one waits for stores. Both are made at their
 first use and kept, so that no call starts threads of its own and the kernels keep their scratch memory from call to
@@ -15,7 +15,8 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from itertools import islice
 from queue import SimpleQueue
-from typing import NoReturn, ParamSpec, Protocol, TypeVar
+from types import TracebackType
+from typing import NoReturn, ParamSpec, Protocol, Self, TypeVar
 
 from deltasync.arguments import whole_number
 from deltasync.errors import InvalidInputError
@@ -121,7 +122,23 @@ def each(
         wait([future for _, future in started if not future.cancel()])
 
 
-class ProcessBound:
+class Closable(Protocol):
+    """Releases what it holds at the end of a `with` block."""
+
+    def close(self) -> None:
+        """Release it."""
+        ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ProcessBound(Closable):
     """Has threads, connections and locks that exist only in the process that created it.
 
     In a fork of it every use is refused, where it would wait without end for threads that were not copied. It cannot be

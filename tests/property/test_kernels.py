@@ -21,7 +21,10 @@ from deltasync.format.weights import Region, Weights, whole_runs
 from deltasync.kernels import Kernels, available, load, reference
 
 REFERENCE = load("reference")
-NATIVE = [load(name) for name in available() if name != "reference"]
+TRIED = os.environ.get("DELTASYNC_TRIED_KERNELS", "").split() or [name for name in available() if name != "reference"]
+"""The sets to compare with the reference: those of the variable, or all that this machine has."""
+
+NATIVE = [load(name) for name in TRIED]
 FLOATS = [d for d in DTYPES.values() if d.is_float]
 KINDS = {(d.width, d.exponent_shift, d.exponent_mask): d for d in DTYPES.values()}
 """One element type for each kind that the kernels distinguish."""
@@ -58,6 +61,12 @@ def overwritten(k: Kernels, region: Region, positions: Any, values: Any) -> tupl
     return target.arrays
 
 
+def restored(k: Kernels, region: Region, data: bytes) -> tuple[Any, ...]:
+    target = copied(region)
+    lanes = k.decode_planes_into(memoryview(data), target)
+    return target.arrays, lanes
+
+
 def everything(k: Kernels, old: Region, new: Region) -> Iterator[tuple[str, Any]]:
     """The results of all kernels on a pair of regions, by name."""
     positions, values, stop = k.detect(old, new, 0, cell=1 << 20, enough=1 << 30)
@@ -69,6 +78,7 @@ def everything(k: Kernels, old: Region, new: Region) -> Iterator[tuple[str, Any]
     planes = k.encode_planes(new)
     yield "encode_planes", planes
     yield "decode_planes", k.decode_planes(planes, new.elements, new.dtype)
+    yield "decode_planes_into", restored(k, old, planes)
     yield "digest", (k.digest(old), k.digest(new))
     yield "digest_change", k.digest_change(old, positions, values)
     yield "overwrite", overwritten(k, old, positions, values)
@@ -79,6 +89,9 @@ def require_right(found: dict[str, Any], old: Region, new: Region) -> None:
     positions, values, _ = found["detect"]
     assert plain(found["decode_changes"]) == plain((positions, values, found["encode_changes"][2]))
     assert plain(found["decode_planes"]) == plain(new.gather())
+    arrays, lanes = found["decode_planes_into"]
+    assert plain(Region(old.dtype, arrays, old.runs, old.keys).gather()) == plain(new.gather())
+    assert lanes == found["digest"][1]
     absolute, data, lanes = found["encode_changes"]
     if len(positions):
         assert found["encode_difference"] == (len(positions), old.elements, absolute, data, lanes)
@@ -365,8 +378,11 @@ def test_damaged_planes(dtype: DType, elements: int, look: Look, more: int, chan
     block = edited(REFERENCE.encode_planes(old), changes)
     claimed = elements + more
     expected = outcome(lambda: REFERENCE.decode_planes(block, claimed, dtype))
+    into = flat(dtype.name, np.zeros(claimed, dtype.bits_dtype))
+    expected_into = outcome(lambda: REFERENCE.decode_planes_into(block, copied(into)))
     for k in NATIVE:
         assert outcome(lambda k=k: k.decode_planes(block, claimed, dtype)) == expected, k.name
+        assert outcome(lambda k=k: k.decode_planes_into(block, copied(into))) == expected_into, k.name
 
 
 @many
@@ -423,10 +439,14 @@ def test_rows_of_all_lanes(symbols: list[int], probabilities: list[float]) -> No
         damaged.append(block[:place] + bytes((block[place] ^ 1 << place % 8,)) + block[place + 1 :])
     expected = [outcome(lambda data=data: REFERENCE.decode_planes(data, 70_001, region.dtype)) for data in damaged]
     assert expected[0] == plain(region.gather())
+    parts = flat("U8", np.zeros(30_001, np.uint8), np.zeros(0, np.uint8), np.zeros(40_000, np.uint8))
+    expected_parts = [outcome(lambda data=data: restored(REFERENCE, parts, data)) for data in damaged]
     for k in NATIVE:
         assert k.encode_planes(region) == block, k.name
         found = [outcome(lambda k=k, data=data: k.decode_planes(data, 70_001, region.dtype)) for data in damaged]
         assert found == expected, k.name
+        found = [outcome(lambda k=k, data=data: restored(k, parts, data)) for data in damaged]
+        assert found == expected_parts, k.name
 
 
 @pytest.mark.parametrize("symbols", [2, 16, 128, *range(224, 257, 2)])

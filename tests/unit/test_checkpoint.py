@@ -1,4 +1,6 @@
+import gc
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +8,7 @@ import pytest
 import safetensors.numpy
 from support.helpers import safetensors_bytes, same_bits, state, write_sharded
 
-from deltasync.checkpoint import Checkpoint, open_checkpoint, write_checkpoint, write_checkpoint_like
+from deltasync.checkpoint import Checkpoint, mapped_weights, open_checkpoint, write_checkpoint, write_checkpoint_like
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, NotFoundError
 from deltasync.format.safetensors import header_bytes
 from deltasync.format.weights import Weights
@@ -71,6 +73,42 @@ def test_misaligned_tensors_are_copied_and_written_back(tmp_path: Path) -> None:
     expected = {n: (a.view(f"<u{a.itemsize}") + 1).astype(f"<u{a.itemsize}").view(a.dtype) for n, a in tensors.items()}
     assert holds(open_checkpoint(tmp_path / "n.safetensors"), expected)
     assert holds(open_checkpoint(path), tensors)
+
+
+@pytest.mark.parametrize("pad", range(4))
+def test_runs_are_written_to_mapped_files(tmp_path: Path, pad: int) -> None:
+    """Whether or not a tensor is aligned; what is written by runs and what is written to the arrays is one state."""
+    tensors = {**state(), "odd": np.arange(3, dtype=np.uint8), "none": np.empty((0, 2), np.float32)}
+    (tmp_path / "m.safetensors").write_bytes(safetensors_bytes(tensors, pad=pad))
+    changed = Weights.of({name: np.roll(array, 1) for name, array in tensors.items()})
+
+    def fill(target: Weights) -> None:
+        target.copy_from(changed)
+        assert equal(target, changed)
+        for ordinal, array in enumerate(target.arrays):
+            array[:1] += array.dtype.type(1)
+            changed.arrays[ordinal][:1] += array.dtype.type(1)
+            whole = np.array([[ordinal, 1, len(array) - 1]]) if len(array) > 1 else np.empty((0, 3), np.int64)
+            target.write(whole, changed.arrays[ordinal][1:])
+
+    write_checkpoint_like(open_checkpoint(tmp_path / "m.safetensors"), tmp_path / "n.safetensors", fill)
+    assert equal(open_checkpoint(tmp_path / "n.safetensors").weights, changed)
+
+
+def test_mapped_weights_keep_their_files_open_and_then_close_them(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/dev/fd"))
+
+    # What other tests left for the collector would be closed by the one below.
+    gc.collect()
+    before = descriptors()
+    weights = mapped_weights(Weights.of(state()).layout, tmp_path / "mirror")
+    weights.copy_from(Weights.of(state()))
+    assert descriptors() > before
+    del weights
+    gc.collect()
+    assert descriptors() == before
+    assert holds(open_checkpoint(tmp_path / "mirror"), state())
 
 
 def test_a_header_that_misaligns_everything(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Changes by tensor, and captures that the shadow moved on under."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +14,10 @@ from support.feeds import paper
 
 from deltasync.blocks import Changed, check_changed, detect, layout_runs
 from deltasync.feed.replay import zeros
+from deltasync.format import limits
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Changes, Weights, index_dtype
+from deltasync.format.weights import Changes, PackedPositions, Weights, index_dtype
 from deltasync.trainer import capture as module
 from deltasync.trainer.capture import Shadow, TensorChanges, in_blocks, rebase, tensors_of
 
@@ -23,10 +26,25 @@ HEAD: Manifest = paper("anchor", 3)
 LAYOUT = Layout.of(TensorSpec(name, DTYPES[dtype], shape) for name, (dtype, shape) in SHAPES.items())
 
 
-@pytest.fixture(autouse=True, scope="module", params=[1 << 18, 5, 1], ids=lambda size: f"windows of {size}")
-def _windows(request: pytest.FixtureRequest) -> Iterator[None]:
+@dataclass(frozen=True)
+class Cuts:
+    """How many changes are rebased at a time, and where captures are cut: runs, cells and changes of a block."""
+
+    window: int
+    run: int = limits.BLOCK_ELEMENTS_MAX
+    cell: int = limits.CELL_ELEMENTS
+    changes: int = limits.BLOCK_CHANGES_SOFT
+
+
+@pytest.fixture(
+    autouse=True, scope="module", params=[Cuts(1 << 18), Cuts(5), Cuts(1), Cuts(3, run=50, cell=8, changes=4)], ids=str
+)
+def _cuts(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_WINDOW", request.param)
+        patch.setattr(module, "_WINDOW", request.param.window)
+        patch.setattr(module, "layout_runs", partial(layout_runs, elements=request.param.run))
+        patch.setattr(limits, "CELL_ELEMENTS", request.param.cell)
+        patch.setattr(limits, "BLOCK_CHANGES_SOFT", request.param.changes)
         yield
 
 
@@ -79,7 +97,8 @@ def advanced(shadow: Shadow, sent: dict[str, TensorChanges], pending: dict[str, 
     blocks = in_blocks(LAYOUT, sent)
     before = shadow.bits_before(blocks)
     shadow.advance(blocks, HEAD)
-    return rebase(LAYOUT, pending, blocks, before)
+    (rebased,) = rebase(LAYOUT, [in_blocks(LAYOUT, pending)], blocks, before)
+    return dict(tensors_of(LAYOUT, rebased))
 
 
 @relaxed
@@ -148,3 +167,26 @@ def test_indices_beyond_four_bytes() -> None:
     changes = Changes(runs, np.array([3, 10, 29], np.uint32), np.array([1, 2, 3], np.uint8))
     found = dict(tensors_of(layout, [changes]))
     assert plain(found) == {"a": ([3], [1]), "b": ([far, far + 19], [2, 3])}
+
+
+@relaxed
+@given(st.sets(st.one_of(st.integers(0, 300), st.integers(0, limits.BLOCK_ELEMENTS_MAX - 1), st.just(1 << 16))))
+def test_packed_positions_come_back(drawn: set[int]) -> None:
+    positions = np.array(sorted(drawn), np.uint32)
+    packed = PackedPositions.of(positions)
+    assert packed.unpacked().dtype == np.uint32
+    assert packed.unpacked().tolist() == positions.tolist()
+    assert packed.low.nbytes * 2 == positions.nbytes
+
+
+def test_rebase_uses_up_what_it_is_given() -> None:
+    """Several captures wait, and nothing of what was sent stays in memory."""
+    rng = np.random.default_rng(0)
+    old, first, *later = (weights(rng, 3) for _ in range(4))
+    shadow = Shadow(copy(old), None)
+    sent = in_blocks(LAYOUT, differences(old, first))
+    before = shadow.bits_before(sent)
+    captures = [in_blocks(LAYOUT, differences(old, state)) for state in later]
+    found = rebase(LAYOUT, captures, sent, before)
+    assert [plain(dict(tensors_of(LAYOUT, one))) for one in found] == [plain(differences(first, s)) for s in later]
+    assert not any((*captures, sent, before))

@@ -5,6 +5,8 @@ Anchors consist of it, and a block of a delta falls back to it when so much chan
 
 from dataclasses import replace
 
+import numpy as np
+
 from deltasync.format.digest import StateDigest
 from deltasync.format.payload import Block
 from deltasync.format.weights import Changes, Readable, Region, Runs, Weights
@@ -30,11 +32,16 @@ def encode_whole(block: Block, new: Region) -> Block:
     return replace(block, codec=PLANES, data=kernels().encode_planes(new))
 
 
+def decode_into(target: Weights, block: Block) -> StateDigest:
+    """Overwrite the elements of a block of an anchor in one pass, and give what they add to a state of zeros."""
+    return StateDigest(*kernels().decode_planes_into(block.data, target.region(block.runs)))
+
+
 def decode(old: Weights, block: Block, *, relative: bool) -> tuple[list[Changes], StateDigest]:
     """All elements, and what they add to the digest: of `old` if `relative`, else of a state of zeros."""
     region = old.region(block.runs)
-    bits = kernels().decode_planes(block.data, region.elements, region.dtype)
-    digest_delta = StateDigest(*kernels().digest(region.holding(bits)))
+    bits = np.empty(region.elements, region.dtype.bits_dtype)
+    digest_delta = StateDigest(*kernels().decode_planes_into(block.data, region.holding(bits)))
     if relative:
         digest_delta -= StateDigest(*kernels().digest(region))
     return [Changes(block.runs, None, bits)], digest_delta

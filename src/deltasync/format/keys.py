@@ -12,6 +12,7 @@ from deltasync.format.sealed import is_sha256
 
 FEED = "feed.json"
 FLOOR = "floor.json"
+COPY = "copy.json"
 LEASE = "lease.json"
 VERSIONS = "versions/"
 ANCHORS = "anchors/"

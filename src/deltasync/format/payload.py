@@ -6,7 +6,7 @@ file. A `coo/1` payload holds plain `{name}.indices` and `{name}.values` instead
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
@@ -18,7 +18,7 @@ from deltasync.format.index import COO, PLANES, BlockRecord, decode_index, encod
 from deltasync.format.layout import DTYPES, DType, Layout, TensorSpec
 from deltasync.format.safetensors import Header, Read, header_bytes, read_exactly, read_header
 from deltasync.format.sealed import FORMAT, is_decimal
-from deltasync.format.weights import Runs
+from deltasync.format.weights import Buffer, Runs
 
 INDEX_NAME = "deltasync.index"
 Kind = Literal["delta", "anchor", "shard"]
@@ -40,7 +40,7 @@ class Block:
     runs: Runs
     changed: int
     digest: StateDigest
-    data: bytes
+    data: Buffer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,18 +72,27 @@ class PayloadHeader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
-    """A checked payload whose blocks are read on demand, each verified against its SHA-256."""
+    """A checked payload whose blocks are read on demand, each verified against its SHA-256.
+
+    `whole` has all bytes of a payload that is in memory and has the SHA-256 that a manifest promises: its blocks are
+    not copied, and not verified again.
+    """
 
     header: PayloadHeader
     block_infos: tuple[BlockInfo, ...]
     nbytes: int
     read: Read
+    whole: memoryview | None = None
 
     @classmethod
-    def parse(cls, data: Any, *, known: Layout | None = None) -> "Payload":
-        """From a buffer (bytes, memoryview, mmap) that holds the whole file and outlives the payload."""
+    def parse(cls, data: Any, *, known: Layout | None = None, is_proved: bool = False) -> "Payload":
+        """From a buffer (bytes, memoryview, mmap) that holds the whole file and outlives the payload.
+
+        `is_proved`: the file has the SHA-256 that it should have.
+        """
         view = memoryview(data).cast("B")
-        return cls.open(lambda offset, length: bytes(view[offset : offset + length]), len(view), known=known)
+        payload = cls.open(lambda offset, length: bytes(view[offset : offset + length]), len(view), known=known)
+        return replace(payload, whole=view) if is_proved else payload
 
     @classmethod
     def open(cls, read: Read, nbytes: int, *, known: Layout | None = None) -> "Payload":
@@ -123,6 +132,9 @@ class Payload:
     def block(self, i: int) -> Block:
         """Block `i`; CorruptError if its bytes do not have the SHA-256 that the index names."""
         info = self.block_infos[i]
+        if self.whole is not None and len(info.ranges) == 1:
+            begin, end = info.ranges[0]
+            return Block(info.codec, info.runs, info.changed, info.digest, self.whole[begin:end])
         data = b"".join(read_exactly(self.read, begin, end - begin) for begin, end in info.ranges)
         return check_block(info, data)
 

@@ -245,7 +245,10 @@ class FeedRecord:
 
 @dataclass(frozen=True, slots=True)
 class FloorRecord:
-    """`floor.json`: payloads that only versions before `version` need may be deleted. Used in explanations only."""
+    """`floor.json` and `copy.json`: payloads that only versions before `version` need may be gone.
+
+    Used in explanations only. The first is written by pruners, the second by relays.
+    """
 
     version: int
 

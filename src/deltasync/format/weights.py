@@ -13,6 +13,9 @@ from deltasync.format.layout import DType, Layout, TensorSpec, dtype_of
 Bits = NDArray[np.unsignedinteger]
 """A flat, contiguous array of the raw bits of elements."""
 
+Buffer = bytes | memoryview
+"""Bytes of a block: of its own, or a part of a larger buffer, flat and of type B."""
+
 Runs = NDArray[np.int64]
 """Elements in a row, one run per row: tensor ordinal, first flat index, number of elements."""
 
@@ -39,6 +42,11 @@ class Region:
         ends = np.cumsum(self.runs[:, 2])
         runs = np.column_stack((np.zeros_like(ends), ends - self.runs[:, 2], self.runs[:, 2]))
         return Region(self.dtype, (bits,), runs, self.keys)
+
+    def require_writable(self) -> None:
+        """InvalidInputError unless the elements can be overwritten."""
+        if not all(array.flags.writeable for array in self.arrays):
+            raise InvalidInputError("the arrays to overwrite must be writable, not read-only")
 
     def gather(self) -> Bits:
         """A contiguous copy of the bits."""
@@ -79,6 +87,22 @@ class Weights:
         layout = Layout.of(specs)
         return cls(layout, tuple(flat_bits(tensors[t.name], t.dtype) for t in layout.tensors))
 
+    def write(self, runs: Runs, bits: Bits) -> None:
+        """Overwrite the elements that `runs` names with `bits`, which has them one after the other."""
+        end = 0
+        for ordinal, first, count in runs.tolist():
+            self.write_run(ordinal, first, bits[end : end + count])
+            end += count
+
+    def copy_from(self, other: "Weights") -> None:
+        """Overwrite everything with the elements of other weights of the same layout."""
+        for ordinal, array in enumerate(other.arrays):
+            self.write_run(ordinal, 0, array)
+
+    def write_run(self, ordinal: int, first: int, bits: Bits) -> None:
+        """Overwrite elements in a row of one tensor."""
+        self.arrays[ordinal][first : first + len(bits)] = bits
+
     def region(self, runs: Runs) -> Region:
         """The elements that `runs` names; all of its tensors must have one element type."""
         ordinals, local = np.unique(runs[:, 0], return_inverse=True)
@@ -114,12 +138,44 @@ Positions = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PackedPositions:
+    """Ascending positions in half the memory: their lower halves, and how many there are for each upper half."""
+
+    low: NDArray[np.uint16]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, positions: Positions) -> "PackedPositions":
+        highest = int(positions[-1]) >> 16 if len(positions) else 0
+        begins = np.searchsorted(positions, np.arange(highest + 1, dtype=np.uint32) << np.uint32(16))
+        return cls(positions.astype(np.uint16), np.diff(begins, append=len(positions)))
+
+    def unpacked(self) -> Positions:
+        high = np.arange(len(self.counts), dtype=np.uint32) << np.uint32(16)
+        return np.repeat(high, self.counts) | self.low
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Changes:
-    """New bits for some elements of `runs`; `positions` is ascending, or None where every element is given."""
+    """New bits for some elements of `runs`.
+
+    `held` has their positions, which ascend, as they are or packed; None where every element is given.
+    """
 
     runs: Runs
-    positions: Positions | None
+    held: Positions | PackedPositions | None
     values: Bits
+
+    @property
+    def positions(self) -> Positions | None:
+        """The positions; a new array if they are packed."""
+        return self.held.unpacked() if isinstance(self.held, PackedPositions) else self.held
+
+    def packed(self) -> "Changes":
+        """The same with packed positions, to be kept for a while."""
+        if self.held is None or isinstance(self.held, PackedPositions):
+            return self
+        return Changes(self.runs, PackedPositions.of(self.held), self.values)
 
 
 def slice_runs(runs: Runs, start: int, stop: int) -> Runs:
@@ -147,17 +203,17 @@ def tensor_parts(
     `in_place`: the changes are not needed afterwards, and their positions become the indices where they are as wide.
     """
     begin = lo = 0
-    ends = np.cumsum(changes.runs[:, 2])
-    cuts = ends if changes.positions is None else np.searchsorted(changes.positions, ends)
+    positions, ends = changes.positions, np.cumsum(changes.runs[:, 2])
+    cuts = ends if positions is None else np.searchsorted(positions, ends)
     for (ordinal, first, count), end, hi in zip(changes.runs.tolist(), ends.tolist(), cuts.tolist(), strict=True):
         if hi > lo:
             wide = index_dtype(layout, ordinal)
-            if changes.positions is None:
+            if positions is None:
                 indices = np.arange(first, first + count, dtype=wide)
             else:
                 # The difference can be negative, the sum is not: unsigned arithmetic wraps around to it.
                 shift = np.array(first - begin).astype(np.int64).astype(wide)
-                indices = changes.positions[lo:hi].astype(wide, copy=not in_place)
+                indices = positions[lo:hi].astype(wide, copy=not in_place)
                 indices += shift
             yield ordinal, indices, changes.values[lo:hi]
         begin, lo = end, hi

@@ -12,7 +12,7 @@ import numpy as np
 from deltasync.errors import CorruptError, InvalidInputError
 from deltasync.format import limits
 from deltasync.format.layout import DType
-from deltasync.format.weights import Bits, Positions, Region
+from deltasync.format.weights import Bits, Buffer, Positions, Region
 from deltasync.kernels import _native, rans, reference
 
 Lanes = tuple[int, int]
@@ -88,7 +88,7 @@ class NativeKernels:
     ) -> tuple[int, int, bool, bytes, Lanes]:
         return _native.encode_difference(self.name, _region(old), _region(new), start, cell, enough)
 
-    def decode_changes(self, old: Region, data: bytes, *, absolute: bool) -> tuple[Positions, Bits, Lanes]:
+    def decode_changes(self, old: Region, data: Buffer, *, absolute: bool) -> tuple[Positions, Bits, Lanes]:
         with _translated():
             positions, values, lanes = _native.decode_changes(self.name, _region(old), data, absolute)
         return positions, values.view(old.dtype.bits_dtype), lanes
@@ -96,9 +96,13 @@ class NativeKernels:
     def encode_planes(self, region: Region) -> bytes:
         return _native.encode_planes(self.name, _region(region))
 
-    def decode_planes(self, data: bytes, elements: int, dtype: DType) -> Bits:
+    def decode_planes(self, data: Buffer, elements: int, dtype: DType) -> Bits:
         with _translated():
             return _native.decode_planes(self.name, _kind(dtype), data, elements).view(dtype.bits_dtype)
+
+    def decode_planes_into(self, data: Buffer, target: Region) -> Lanes:
+        with _translated():
+            return _native.decode_planes_into(self.name, data, _writable(target), _region(target))
 
     def digest(self, region: Region) -> Lanes:
         return _native.digest(self.name, _region(region))
@@ -122,8 +126,7 @@ def _region(region: Region) -> _native.Region:
 
 
 def _writable(region: Region) -> _native.WritableRegion:
-    if not all(array.flags.writeable for array in region.arrays):
-        raise InvalidInputError("the arrays to overwrite must be writable, not read-only")
+    region.require_writable()
     return _native.WritableRegion(_kind(region.dtype), region.arrays, np.ascontiguousarray(region.runs))
 
 

@@ -26,13 +26,13 @@ class ByteReader:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._at = 0
+        self.at = 0
 
     def take(self, count: int) -> bytes:
-        if count > len(self._data) - self._at:
-            raise CorruptError(f"the block ends before byte {self._at + count}", rule="block.truncated")
-        self._at += count
-        return self._data[self._at - count : self._at]
+        if count > len(self._data) - self.at:
+            raise CorruptError(f"the block ends before byte {self.at + count}", rule="block.truncated")
+        self.at += count
+        return self._data[self.at - count : self.at]
 
     def byte(self) -> int:
         return self.take(1)[0]
@@ -53,8 +53,8 @@ class ByteReader:
         return np.frombuffer(self.take(count * wide.itemsize), wide)
 
     def require_end(self) -> None:
-        if self._at != len(self._data):
-            raise CorruptError(f"the block has {len(self._data) - self._at} bytes after its end", rule="block.trailing")
+        if self.at != len(self._data):
+            raise CorruptError(f"the block has {len(self._data) - self.at} bytes after its end", rule="block.trailing")
 
 
 def pack_bits(values: NDArray[np.uint64], widths: NDArray[np.int64]) -> bytes:
@@ -148,14 +148,8 @@ def encode_symbols(symbols: Symbols, counts: list[int]) -> bytes:
 
 def decode_symbols(reader: ByteReader, counts: list[int], *, alphabet: int) -> Symbols:
     """The inverse of `encode_symbols`; symbols are below `alphabet`."""
-    lanes_log2 = reader.byte()
-    if lanes_log2 > limits.LANES_LOG2_MAX:
-        raise CorruptError(
-            f"a sequence has 2^{lanes_log2} lanes; at most 2^{limits.LANES_LOG2_MAX} are allowed", rule="sequence.lanes"
-        )
-    tables = [_read_table(reader, alphabet) for count in counts if count]
-    word_count = reader.varint()
-    states = reader.array("<u4", 1 << lanes_log2).astype(np.uint64)
+    lanes, tables, word_count = read_tables(reader, counts, alphabet=alphabet)
+    states = reader.array("<u4", lanes).astype(np.uint64)
     words = reader.array("<u2", word_count).astype(np.uint64)
     if not tables:
         tables = [np.ones(1, np.uint64)]
@@ -168,6 +162,17 @@ def decode_symbols(reader: ByteReader, counts: list[int], *, alphabet: int) -> S
     ids = _rans_decode(states, words, table_of, slots, frequency, start)
     symbols: Symbols = (ids - offsets[table_of]).astype(np.uint8)
     return symbols
+
+
+def read_tables(reader: ByteReader, counts: list[int], *, alphabet: int) -> tuple[int, list[NDArray[np.uint64]], int]:
+    """What a sequence begins with: the number of lanes, the frequencies of each context in use, the number of words."""
+    lanes_log2 = reader.byte()
+    if lanes_log2 > limits.LANES_LOG2_MAX:
+        raise CorruptError(
+            f"a sequence has 2^{lanes_log2} lanes; at most 2^{limits.LANES_LOG2_MAX} are allowed", rule="sequence.lanes"
+        )
+    tables = [_read_table(reader, alphabet) for count in counts if count]
+    return 1 << lanes_log2, tables, reader.varint()
 
 
 def _rans_encode(

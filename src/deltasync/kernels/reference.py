@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from deltasync.errors import CorruptError, InvalidInputError
 from deltasync.format import limits
 from deltasync.format.layout import DType
-from deltasync.format.weights import Bits, Positions, Region, slice_runs
+from deltasync.format.weights import Bits, Buffer, Positions, Region, slice_runs
 from deltasync.kernels import rans
 from deltasync.kernels.rans import ByteReader, varint
 
@@ -222,8 +222,7 @@ def detect_rounded(
 
 def overwrite(target: Region, positions: Positions, values: Bits) -> None:
     """Write `values` at `positions`, in place."""
-    if not all(array.flags.writeable for array in target.arrays):
-        raise InvalidInputError("the arrays to overwrite must be writable, not read-only")
+    target.require_writable()
     _check_pairs(positions, values, target.elements)
     at = positions.astype(np.int64)
     start = 0
@@ -305,11 +304,11 @@ def encode_difference(
     return len(positions), stop, *encode_changes(_slice(old, start, stop), positions, values)
 
 
-def decode_changes(old: Region, data: bytes, *, absolute: bool) -> tuple[Positions, Bits, Lanes]:
+def decode_changes(old: Region, data: Buffer, *, absolute: bool) -> tuple[Positions, Bits, Lanes]:
     """The inverse of `encode_changes`; CorruptError with the broken rule on anything else."""
     before = old.gather()
-    reader = ByteReader(data)
-    thresholds = _read_thresholds(reader, old.dtype)
+    reader = ByteReader(bytes(data))
+    thresholds = read_thresholds(reader, old.dtype)
     counts = [reader.varint() for _ in range(len(thresholds) + 1)]
     if sum(counts) > len(before):
         raise CorruptError(f"a block of {len(before)} elements has {sum(counts)} changes", rule="changes.count")
@@ -333,12 +332,23 @@ def encode_planes(region: Region) -> bytes:
     return _encode_planes(region.gather(), region.dtype)
 
 
-def decode_planes(data: bytes, elements: int, dtype: DType) -> Bits:
+def decode_planes(data: Buffer, elements: int, dtype: DType) -> Bits:
     """The inverse of `encode_planes`; CorruptError with the broken rule on anything else."""
-    reader = ByteReader(data)
+    reader = ByteReader(bytes(data))
     bits = _decode_planes(reader, elements, dtype)
     reader.require_end()
     return bits
+
+
+def decode_planes_into(data: Buffer, target: Region) -> Lanes:
+    """Overwrite the elements of `target` with the decoded ones; returns their digest. After an error some may be."""
+    target.require_writable()
+    bits = decode_planes(data, target.elements, target.dtype)
+    end = 0
+    for array, offset, count in target.runs.tolist():
+        target.arrays[array][offset : offset + count] = bits[end : end + count]
+        end += count
+    return digest(target)
 
 
 def _bfloat16(bits: Bits, nan: int) -> Bits:
@@ -441,7 +451,8 @@ def _places(gaps: NDArray[np.uint64], counts: list[int], starts: NDArray[np.int6
     return place
 
 
-def _read_thresholds(reader: ByteReader, dtype: DType) -> NDArray[np.uint8]:
+def read_thresholds(reader: ByteReader, dtype: DType) -> NDArray[np.uint8]:
+    """What a block of changes begins with: the old exponents at which the next class begins."""
     count = reader.byte()
     if not 1 <= count <= CLASSES_MAX or (count > 1 and not dtype.is_float):
         raise CorruptError(f"a block of {dtype.name} cannot have {count} classes", rule="changes.classes")
@@ -463,6 +474,7 @@ class ReferenceKernels:
     decode_changes = staticmethod(decode_changes)
     encode_planes = staticmethod(encode_planes)
     decode_planes = staticmethod(decode_planes)
+    decode_planes_into = staticmethod(decode_planes_into)
     digest = staticmethod(digest)
     digest_change = staticmethod(digest_change)
     overwrite = staticmethod(overwrite)

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.blocks import detect, layout_runs, regroup
+from deltasync.blocks import cut_changes, detect, layout_runs, regroup
 from deltasync.checkpoint import mapped_weights, require_mapped
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.feed.replay import zeros
@@ -54,8 +54,9 @@ def in_blocks(layout: Layout, capture: Capture) -> list[Changes]:
     """A capture in blocks, as they are encoded. One by tensor is used up: its memory is freed on the way."""
     if isinstance(capture, list):
         return capture
-    cuts, result = layout_runs(layout), []
-    for runs, blocks in zip(cuts, each(lambda runs: list(regroup(layout, capture, runs)), cuts), strict=True):
+    cuts: list[Runs] = layout_runs(layout)
+    result: list[Changes] = []
+    for runs, blocks in zip(cuts, each(lambda runs: _packed(regroup(layout, capture, runs)), cuts), strict=True):
         result += blocks
         # Only the last tensor can reach into the next run of elements.
         for ordinal in runs[:-1, 0].tolist():
@@ -94,22 +95,59 @@ def tensors_of(
         yield name, _joined([(indices, values) for _, indices, values in group])
 
 
+def _packed(blocks: Iterable[Changes]) -> list[Changes]:
+    """Changes as they are kept: one publication may wait for another, and both are in memory then."""
+    return [changes.packed() for changes in blocks]
+
+
 def rebase(
-    layout: Layout, pending: dict[str, TensorChanges], sent: Iterable[Changes], before: Iterable[Changes]
-) -> dict[str, TensorChanges]:
-    """`pending`, captured against a shadow to which `sent` was applied since; `before` has the bits that it replaced.
+    layout: Layout, captures: list[list[Changes]], sent: list[Changes], before: list[Changes]
+) -> list[list[Changes]]:
+    """Captures against a shadow to which `sent` was applied since; `before` has the bits that it replaced.
 
     An element that was sent and has its old bits again must be sent again; one that is still as it was sent need not.
-    `pending` is used up.
+    All lists are in blocks and are used up: what is done is freed on the way.
     """
-    for (name, (indices, values)), (_, (_, old)) in zip(
-        tensors_of(layout, sent), tensors_of(layout, before), strict=True
-    ):
-        mine = pending.pop(name, None)
-        rebased = (indices, old) if mine is None else _rebased(mine, (indices, values), old)
-        if len(rebased[0]):
-            pending[name] = rebased
-    return pending
+    if not captures:
+        return []
+    for blocks in (*captures, sent, before):
+        blocks.reverse()
+
+    def taken() -> Iterator[tuple[Runs, list[TensorChanges], TensorChanges, Bits]]:
+        for runs in layout_runs(layout):
+            mine = [_taken(blocks, layout, runs) for blocks in captures]
+            yield runs, mine, _taken(sent, layout, runs), _taken(before, layout, runs)[1]
+
+    def rebased(item: tuple[Runs, list[TensorChanges], TensorChanges, Bits]) -> list[list[Changes]]:
+        runs, mine, theirs, old = item
+        return [_packed(cut_changes(runs, *_rebased(one, theirs, old))) for one in mine]
+
+    results: list[list[Changes]] = [[] for _ in captures]
+    for parts in each(rebased, taken()):
+        for result, blocks in zip(results, parts, strict=True):
+            result += blocks
+    return results
+
+
+def _taken(blocks: list[Changes], layout: Layout, runs: Runs) -> TensorChanges:
+    """Takes the blocks inside `runs`, one of those that a layout is cut into, from the end of a list.
+
+    Gives their positions along the runs, and their values.
+    """
+    ends = np.cumsum(runs[:, 2])
+    parts: list[TensorChanges] = []
+    while blocks:
+        ordinal, first, _ = blocks[-1].runs[0].tolist()
+        row = int(np.searchsorted(runs[:, 0], ordinal))
+        if row == len(runs) or not 0 <= first - (start := int(runs[row, 1])) < runs[row, 2] or runs[row, 0] != ordinal:
+            break
+        changes = blocks.pop()
+        positions = changes.positions
+        if positions is None:
+            raise ValueError("a capture must list the elements that changed")
+        parts.append((positions + np.uint32(ends[row] - runs[row, 2] + first - start), changes.values))
+    none = np.empty(0, np.uint32), np.empty(0, layout.tensors[int(runs[0, 0])].dtype.bits_dtype)
+    return _joined(parts) if parts else none
 
 
 def _rebased(pending: TensorChanges, sent: TensorChanges, before: Bits) -> TensorChanges:
@@ -179,7 +217,7 @@ class Shadow:
     def _bits_before(self, changes: Changes) -> Changes:
         parts = tensor_parts(self.weights.layout, changes)
         bits = [self.weights.arrays[ordinal][indices] for ordinal, indices, _ in parts]
-        return Changes(changes.runs, changes.positions, bits[0] if len(bits) == 1 else np.concatenate(bits))
+        return Changes(changes.runs, changes.held, bits[0] if len(bits) == 1 else np.concatenate(bits))
 
     def _overwrite(self, changes: Changes) -> None:
         for ordinal, indices, values in tensor_parts(self.weights.layout, changes):
@@ -279,11 +317,7 @@ def copy_into(target: Weights, source: Readable) -> None:
     """Copy all elements of `source`."""
 
     def copy(runs: Runs) -> None:
-        bits = source.region(runs).gather()
-        begin = 0
-        for ordinal, first, count in runs.tolist():
-            target.arrays[ordinal][first : first + count] = bits[begin : begin + count]
-            begin += count
+        target.write(runs, source.region(runs).gather())
 
     for _ in each(copy, layout_runs(target.layout, elements=CACHED_ELEMENTS)):
         pass
@@ -292,7 +326,7 @@ def copy_into(target: Weights, source: Readable) -> None:
 def copy_each(target: Weights, tensors: Iterable[tuple[TensorSpec, Bits]]) -> None:
     """Copy all elements of tensors that come one by one."""
     for ordinal, bits in _once_each(target.layout, tensors):
-        target.arrays[ordinal][:] = bits
+        target.write_run(ordinal, 0, bits)
 
 
 def _comparison(shadow: Weights, new: Readable) -> Callable[[Runs], list[Changes]]:
@@ -300,9 +334,11 @@ def _comparison(shadow: Weights, new: Readable) -> Callable[[Runs], list[Changes
 
     def compare(runs: Runs) -> list[Changes]:
         if not (isinstance(new, Converted) and new.is_converted):
-            return list(detect(shadow, new, runs))
+            return _packed(detect(shadow, new, runs))
         masters = new.masters(runs)
-        return list(_detect_converted(shadow, new, runs) if masters is None else _detect_rounded(shadow, masters, runs))
+        if masters is not None:
+            return _packed(_detect_rounded(shadow, masters, runs))
+        return _packed(_detect_converted(shadow, new, runs))
 
     return compare
 

@@ -227,6 +227,7 @@ def test_what_is_listed() -> None:
         store.put(key, b"stray")
     log = Log(store)
     assert (log.versions(), log.anchors(), log.skips()) == ([0, 1, 2, 3], [2], [(0, 3)])
+    assert [log.anchors(start=start) for start in (1, 2, 3)] == [[2], [2], []]
     assert log.anchor(1) is None
     assert log.skip(1, 3) is None
     assert log.heartbeats() == []

@@ -9,7 +9,7 @@ from support.helpers import resealed
 
 from deltasync.errors import NotFoundError
 from deltasync.feed.log import Log, manifest_key
-from deltasync.feed.plan import Edge, Plan, cheapest, collect, plan
+from deltasync.feed.plan import Edge, Plan, cheapest, cheapest_paths, collect, plan
 from deltasync.format import keys
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest
@@ -77,6 +77,20 @@ def test_cheapest_is_what_trying_everything_finds(edges: list[Edge], start: int 
             continue
         assert found in paths
         assert (sum(e.nbytes for e in found), len(found)) == min((sum(e.nbytes for e in w), len(w)) for w in paths)
+
+
+@given(edges=edge_sets(), start=st.none() | st.integers(0, VERSIONS - 1))
+def test_paths_to_many_versions_are_those_to_each(edges: list[Edge], start: int | None) -> None:
+    found = cheapest_paths(edges, start=start, ends=range(VERSIONS))
+
+    def cost(path: tuple[Edge, ...]) -> tuple[int, int]:
+        return sum(e.nbytes for e in path), len(path)
+
+    for end in range(VERSIONS):
+        alone = cheapest(edges, start=start, end=end)
+        assert (end in found) == (alone is not None)
+        if alone is not None:
+            assert cost(found[end]) == cost(alone)
 
 
 @given(edges=edge_sets(), start=st.none() | st.integers(0, VERSIONS - 1), end=st.integers(0, VERSIONS - 1))
@@ -310,6 +324,12 @@ def test_a_version_from_nothing_where_the_start_leads_nowhere() -> None:
     assert steps(found) == [("anchor", None, 5), *delta_steps(5, 8)]
 
 
+def test_an_older_anchor_and_a_skip_where_the_start_leads_nowhere() -> None:
+    store = store_of(paper("anchor", 0, 1000), *deltas(0, 8), paper("skip", 6, 30, start=1))
+    found = planned(store, 8, start=2, avoid={keys.version_key(3)})
+    assert steps(found) == [ANCHOR0, ("delta", 0, 1), ("skip", 1, 6), *delta_steps(6, 8)]
+
+
 def test_collect_reads_no_further_than_the_start() -> None:
     store = store_of(paper("anchor", 0, 1000), *deltas(0, 50))
     log = Log(store)
@@ -333,3 +353,37 @@ def test_no_warning_in_front_of_the_error(caplog: pytest.LogCaptureFixture) -> N
     with pytest.raises(NotFoundError, match="cannot be rebuilt"):
         planned(store, 9)
     assert caplog.text == ""
+
+
+# --- long feeds -------------------------------------------------------------------------------------------------------
+
+
+def read_versions(store: SpyStore) -> list[str]:
+    return [key for verb, key in store.took() if verb == "get" and key.startswith(keys.VERSIONS)]
+
+
+@pytest.mark.parametrize("versions", [200, 2000])
+def test_without_skips_little_more_than_the_plan_is_read(versions: int) -> None:
+    """However long the feed is: deltas alone make no older anchor cheaper."""
+    anchors = [paper("anchor", v, 100) for v in range(10, versions, 10)]
+    store = store_of(paper("anchor", 0, 100), *deltas(0, versions + 5), late=[*anchors, paper("anchor", versions, 100)])
+    found = planned(store, versions + 5)
+    assert steps(found)[0] == ("anchor", None, versions)
+    assert len(found.edges) == 6
+    # 15 deltas are as large as the anchor and 5 deltas; some more are read ahead.
+    assert len(read_versions(store)) < 50
+
+
+def test_with_skips_an_older_anchor_can_be_cheaper() -> None:
+    skips = [paper("skip", v, 1, start=v - 10) for v in range(10, 201, 10)]
+    store = store_of(paper("anchor", 0, 10), *deltas(0, 200), *skips, late=[paper("anchor", 190, 1000)])
+    found = planned(store, 200)
+    assert steps(found)[0] == ("anchor", None, 0)
+    assert found.nbytes == 30
+
+
+def test_a_late_replica_lists_no_anchors_of_versions_before_its_own() -> None:
+    store = store_of(paper("anchor", 0, 100), *deltas(0, 50), late=[paper("anchor", 20, 100), paper("anchor", 45, 1)])
+    assert steps(planned(store, 50, start=40))[0] == ("anchor", None, 45)
+    assert steps(planned(store, 50, start=46))[0] == ("delta", 46, 47)
+    assert keys.anchor_key(20) not in [key for _, key in store.took()]

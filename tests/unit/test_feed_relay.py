@@ -199,6 +199,33 @@ def test_the_source_prunes_what_was_to_be_sent() -> None:
     assert require_copy(feed, copy).restorable == (30, 31)
 
 
+def test_a_slow_pruner_does_not_lower_the_floor_that_a_relay_has_raised() -> None:
+    feed = anchored()
+
+    class Slow(MemoryStore):
+        """Between the pruner's look at the floor and its write, the relay leaves versions out."""
+
+        has_waited = False
+
+        def put(self, key: str, data: Data) -> None:
+            if key == keys.FLOOR and not self.has_waited:
+                self.has_waited = True
+                for _ in range(31):
+                    feed.delta()
+                compact(feed.store)
+                relay(feed.store, self)
+            super().put(key, data)
+
+    copy = Slow()
+    relay(feed.store, copy, every=True)
+    prune(copy, plan_prune(copy, Retention(anchors=1, versions=1)))
+    assert Log(copy).floor_of(keys.FLOOR) == 8
+    assert Log(copy).floor() == Log(copy).floor_of(keys.COPY) > 8
+    checked = require_copy(feed, copy)
+    assert checked.restorable[-1] == 42
+    assert set(checked.pruned) == set(range(43)) - set(checked.restorable)
+
+
 def test_a_damaged_payload_is_not_copied() -> None:
     feed, copy = anchored(12, (8,)), MemoryStore()
     flip(feed.store, feed.payload_keys(feed.log.read(10))[0])

@@ -115,6 +115,7 @@ SHALLOW: dict[str, Case] = {
     "late anchor unreadable": (lambda f: f.store.put(A(4), b"{"), A(4), "manifest.json", ()),
     "skip unreadable": (lambda f: f.store.put(S(1, 6), b"{"), S(1, 6), "manifest.json", ()),
     "floor unreadable": (lambda f: f.store.put(keys.FLOOR, b"{"), keys.FLOOR, "floor.json", ()),
+    "floor of a copy unreadable": (lambda f: f.store.put(keys.COPY, b"{"), keys.COPY, "floor.json", ()),
     "manifest of another version": (lambda f: f.store.put(V(2), f.store.get(V(3))), V(2), "manifest.key", (2, 3)),
     "a link broken": (lambda f: rewrite(f, V(3), parent_digest="0" * 32), V(3), "chain.link", (3,)),
     "another late anchor": (lambda f: rewrite(f, A(4), digest="0" * 32), A(4), "chain.link", ()),

@@ -13,14 +13,18 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from support.feeds import SpyStore
-from support.publishing import nth, publish, publisher
-from support.replicas import TorchTarget, follower
+from support.feeds import SpyStore, nth, publish, publisher
+from support.replicas import TorchTarget, follower, wait_until
 
 from deltasync.errors import InvalidInputError, StoreError
+from deltasync.feed.compact import Compactor
+from deltasync.feed.metrics import UpkeepCollector
+from deltasync.feed.prune import Retention
+from deltasync.feed.relay import Relay
 from deltasync.format.weights import Weights
 from deltasync.replica.hook import HookStatus
 from deltasync.replica.metrics import FollowerCollector
+from deltasync.store.memory import MemoryStore
 from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.metrics import PublisherMetrics
 
@@ -33,19 +37,31 @@ NOT_BASE_UNITS = ("milliseconds", "ms", "minutes", "hours", "kilobytes", "megaby
 
 @pytest.fixture(scope="module")
 def scrape() -> str:
-    """What Prometheus reads from a trainer and a replica after a few versions."""
-    store, registry = SpyStore(), CollectorRegistry()
+    """What Prometheus reads from a trainer with a retention, a replica, a compactor and a relay after some versions."""
+    store, copy, registry = SpyStore(), MemoryStore(), CollectorRegistry()
     with_metrics = PublisherMetrics(registry=registry)
-    trainer = publisher(store, observer=with_metrics)
+    retention = Retention(anchors=1, versions=100, every_s=0.01)
+    trainer = publisher(store, observer=with_metrics, retention=retention)
     for number in range(3):
         publish(trainer, number).wait(60)
+    wait_until(lambda: has_sample(registry, "deltasync_pruner_runs_total"))
     trainer.close()
+    compactor = Compactor(store, levels=(2,))
+    assert len(list(compactor.advance())) == 1
+    registry.register(UpkeepCollector("compactor", {(): compactor.upkeep}))  # type: ignore[arg-type]
+    relay = Relay(store, copy, heartbeats=True)
+    assert len(list(relay.advance())) > 0
+    registry.register(UpkeepCollector.of_relays(relay))  # type: ignore[arg-type]
     with follower(store, TorchTarget(Weights.of(nth(0)).layout)) as replica:
         replica.advance(to=1)
         replica.advance()
         hook = HookStatus(version=2)
         registry.register(FollowerCollector(replica.status, lambda: hook))
         return generate_latest(registry).decode()
+
+
+def has_sample(registry: CollectorRegistry, name: str) -> bool:
+    return bool(registry.get_sample_value(name))
 
 
 def families(text: str) -> list[Metric]:
@@ -59,7 +75,7 @@ def value(text: str, name: str, **labels: str) -> float:
 
 def test_names_follow_the_conventions(scrape: str) -> None:
     found = families(scrape)
-    assert len(found) > 30
+    assert len(found) > 65
     for family in found:
         assert re.fullmatch(r"deltasync(_[a-z]+)+", family.name), family.name
         assert family.documentation.endswith("."), family.name
@@ -95,7 +111,7 @@ def test_every_metric_of_the_rules_and_the_dashboard_is_in_a_scrape(scrape: str)
     scraped = {sample.name for family in families(scrape) for sample in family.samples}
     expressions = [rule["expr"] for rule in rules()] + [t["expr"] for panel in panels() for t in panel["targets"]]
     named = {name for text in expressions for name in re.findall(r"deltasync_[a-z_]+", text)}
-    assert len(named) > 20
+    assert len(named) > 40
     assert named <= scraped, f"not in a scrape: {sorted(named - scraped)}"
 
 
@@ -121,6 +137,23 @@ def test_the_docs_name_every_metric(scrape: str) -> None:
     for family in families(scrape):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         assert f"`{name}`" in text, name
+
+
+PHASES_ASKED_FOR = {
+    "deltasync_publisher_phase_seconds_total": {"held", "encode", "put", "commit"},
+    "deltasync_move_seconds_total": {"plan", "fetch", "decode", "stage", "commit", "pause"},
+    "deltasync_compactor_phase_seconds_total": {"replay", "encode", "put", "commit"},
+    "deltasync_pruner_phase_seconds_total": {"plan", "delete"},
+    "deltasync_relay_phase_seconds_total": {"fetch", "put", "commit"},
+}
+
+
+def test_every_phase_took_time(scrape: str) -> None:
+    """But for a pause, which this target does not have, and a commit or deletion that a clock cannot resolve."""
+    for name, phases in PHASES_ASKED_FOR.items():
+        found = {s.labels["phase"]: s.value for f in families(scrape) for s in f.samples if s.name == name}
+        assert found.keys() == phases, name
+        assert all(value > 0 for phase, value in found.items() if phase not in ("pause", "held")), (name, found)
 
 
 def test_the_metrics_of_a_publisher(scrape: str) -> None:
@@ -172,6 +205,15 @@ def test_failed_publications_are_counted() -> None:
         publish(trainer, 0).wait(60)
     trainer.close()
     assert value(generate_latest(registry).decode(), "deltasync_publisher_failures_total") == 1
+
+
+def test_a_publisher_that_writes_skips_has_the_metrics_of_a_compactor() -> None:
+    registry = CollectorRegistry()
+    trainer = publisher(SpyStore(), observer=PublisherMetrics(registry=registry), skips=(2,))
+    for number in range(3):
+        publish(trainer, number).wait(60)
+    wait_until(lambda: has_sample(registry, "deltasync_compactor_skips_total"))
+    trainer.close()
 
 
 def test_two_publishers_need_two_registries() -> None:

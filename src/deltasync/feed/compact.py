@@ -26,6 +26,7 @@ from deltasync.feed.fetch import fetch_payloads
 from deltasync.feed.log import Log, manifest_key
 from deltasync.feed.plan import Edge, Plan
 from deltasync.feed.replay import blocking, load, staged_changes, with_fallback
+from deltasync.feed.upkeep import Upkeep
 from deltasync.format import keys
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef
@@ -106,6 +107,7 @@ class Compactor:
         clock: Callable[[], float] = time.time,
     ) -> None:
         require_levels("levels", levels)
+        self.upkeep = Upkeep()
         self._store = store
         self._log = Log(store)
         self._levels = tuple(levels)
@@ -123,8 +125,13 @@ class Compactor:
 
         If there is nothing to do, this is one small request.
         """
+        with self.upkeep.attempt(self._retry):
+            yield from self._advance()
+
+    def _advance(self) -> Iterator[Manifest]:
         newer = self._retry(lambda: self._log.head(after=None if self._head is None else self._head.version))
         self._head = newer or self._head or self._retry(self._log.require_head)
+        self.upkeep.head = self._head.version
         if self._at is not None and not self._is_behind(self._at, self._head):
             return
         lowest = self._retry(self._log.floor) if self._at is None else self._windows[-1].start.version
@@ -136,7 +143,9 @@ class Compactor:
             end = self._next_end(self._at)
             if end <= self._head.version:
                 try:
-                    self._move(self._retry(partial(self._log.read, end)))
+                    with self.upkeep.phase("replay"):
+                        self._move(self._retry(partial(self._log.read, end)))
+                    self.upkeep.version = end
                 except (CorruptError, MismatchError, NotFoundError) as error:
                     logger.warning("no skip leads to version %d: %s", end, error)
                     self._first = end
@@ -161,7 +170,9 @@ class Compactor:
         }
         for start in sorted(starts):
             try:
-                self._load(self._retry(partial(self._log.read, start)))
+                with self.upkeep.phase("replay"):
+                    self._load(self._retry(partial(self._log.read, start)))
+                self.upkeep.version = start
             except (CorruptError, MismatchError, NotFoundError) as error:
                 logger.warning("no skip can start at version %d: %s", start, error)
                 self._first = start + 1
@@ -225,9 +236,12 @@ class Compactor:
             is_whole = at.version - window.start.version == window.level
             skip = None
             if is_whole and (window.start.version, at.version) not in known:
-                skip = self._commit(window.start, at, blocks.encode_difference(before, self._held()))
+                with self.upkeep.phase("encode"):
+                    coded = blocks.encode_difference(before, self._held())
+                skip = self._commit(window.start, at, coded)
             if above is not None:
-                above.replaced.append(_difference(self._held(), before))
+                with self.upkeep.phase("encode"):
+                    above.replaced.append(_difference(self._held(), before))
             window.start, window.replaced = at, []
             if skip is not None:
                 yield skip
@@ -242,7 +256,8 @@ class Compactor:
                 version=end.version,
                 hint="the memory of this machine may be faulty: run it again",
             )
-        payloads = [self._payload(start, end, group) for group in grouped(coded)]
+        with self.upkeep.phase("encode"):
+            payloads = [self._payload(start, end, group) for group in grouped(coded)]
         skip = replace(
             end,
             kind="skip",
@@ -255,11 +270,15 @@ class Compactor:
             extra={},
             timeline=None,
         )
-        put_unix_s = self._put(payloads)
+        with self.upkeep.phase("put"):
+            put_unix_s = self._put(payloads)
         # This process may have slept, and `prune` may have removed what no manifest names yet.
         if self._is_late(put_unix_s):
             put_unix_s = self._put(payloads)
-        self._retry(lambda: self._create(manifest_key(skip), skip.to_bytes()))
+        with self.upkeep.phase("commit"):
+            self._retry(lambda: self._create(manifest_key(skip), skip.to_bytes()))
+        self.upkeep.count("skips")
+        self.upkeep.count("payload_bytes", skip.nbytes)
         if self._is_late(put_unix_s):
             self._put(payloads)
         return skip

@@ -113,19 +113,22 @@ def fetch_payloads(
     have: Collection[str] = (),
     layout: Layout | None = None,
     on_refetch: Callable[[str], None] = lambda key: None,
+    verify_blocks: bool = False,
 ) -> Generator[Payload, None, None]:
     """The payloads of several manifests in order; the next ones are fetched while one is used.
 
     The payloads of a manifest are checked as a whole before the last of them is returned: until then, the caller must
     not publish what it made of the others. Payloads whose SHA-256 is in `have` are left out, and their manifest is not
     checked as a whole: the caller checks the result by its digest. `layout` is the one that they probably have.
+    `verify_blocks`: also verify each block against its SHA-256. That of the whole payload is always checked, and proves
+    the bytes.
     """
     wanted = [(manifest, ref) for manifest in manifests for ref in manifest.payloads if ref.sha256 not in have]
     largest = max((ref.nbytes for _, ref in wanted), default=0)
     at_once = max(PAYLOADS_LEAST, min(PAYLOADS_MOST, AHEAD_BYTES // max(largest, 1)))
 
     def fetched(pair: tuple[Manifest, PayloadRef]) -> tuple[Manifest, Payload]:
-        return pair[0], _payload(store, pair[1], layout, on_refetch)
+        return pair[0], _payload(store, pair[1], layout, on_refetch, is_proved=not verify_blocks)
 
     summaries: list[_Summary] = []
     for manifest, payload in each(fetched, wanted, waiting=at_once):
@@ -200,10 +203,12 @@ def _check_payloads(manifest: Manifest, summaries: Sequence[_Summary]) -> None:
         raise _wrong(manifest, message, "manifest.changed")
 
 
-def _payload(store: Store, ref: PayloadRef, layout: Layout | None, on_refetch: Callable[[str], None]) -> Payload:
+def _payload(
+    store: Store, ref: PayloadRef, layout: Layout | None, on_refetch: Callable[[str], None], *, is_proved: bool
+) -> Payload:
     key = keys.payload_key(ref.sha256)
     try:
-        return Payload.parse(fetch(store, ref, on_refetch=on_refetch), known=layout)
+        return Payload.parse(fetch(store, ref, on_refetch=on_refetch), known=layout, is_proved=is_proved)
     except (CorruptError, FormatError) as error:
         if error.key is not None:
             raise

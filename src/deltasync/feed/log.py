@@ -1,6 +1,7 @@
 """Read the manifests and records of a feed. Nothing is cached, and no pointer is trusted, only the manifests."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -161,9 +162,9 @@ class Log:
         """Every version in the listing, or those after a version."""
         return self._listed(keys.VERSIONS, keys.parse_version_key, None if after is None else keys.version_key(after))
 
-    def anchors(self) -> list[int]:
-        """Every version that an anchor was added to."""
-        return self._listed(keys.ANCHORS, keys.parse_anchor_key)
+    def anchors(self, *, start: int = 0) -> list[int]:
+        """Every version, from `start` on, that an anchor was added to."""
+        return self._listed(keys.ANCHORS, keys.parse_anchor_key, keys.anchor_key(start - 1) if start else None)
 
     def skips(self, *, start: int = 0) -> list[tuple[int, int]]:
         """Every skip from version `start` or a later one, as the versions that it leads from and to."""
@@ -172,8 +173,22 @@ class Log:
         return [pair for pair in pairs if pair is not None]
 
     def floor(self) -> int:
-        """The oldest version that `prune` promises to keep; 0 if it never ran."""
-        record = self._record(keys.FLOOR, FloorRecord.from_bytes)
+        """The oldest version from which on everything is promised to be there; 0 if nothing was ever left out.
+
+        A pruner and a relay each have a record of their own, so that neither can lower what the other has written.
+        """
+        return max(self.floor_of(keys.FLOOR), self.floor_of(keys.COPY))
+
+    def floor_of(self, key: str) -> int:
+        """The floor that a pruner (`keys.FLOOR`) or a relay (`keys.COPY`) has written; 0 if it never did."""
+
+        def parse(data: bytes) -> FloorRecord:
+            try:
+                return FloorRecord.from_bytes(data)
+            except (CorruptError, FormatError) as error:
+                raise error.at(key) from error
+
+        record = self._record(key, parse)
         return 0 if record is None else record.version
 
     def pin(self, name: str) -> Pin | None:
@@ -221,9 +236,14 @@ class Log:
         replica is one of another feed.
         """
         manifests: dict[int | None, Manifest | None] = {}
-        for version in sorted({beat.version for beat in heartbeats if beat.version is not None}):
+
+        def read(version: int) -> None:
             with suppress(CorruptError, FormatError):
                 manifests[version] = self._find(keys.version_key(version), version=version)
+
+        versions = sorted({beat.version for beat in heartbeats if beat.version is not None})
+        for _ in each(read, versions, waiting=READ_THREADS):
+            pass
 
         def has_digest(beat: Heartbeat) -> bool | None:
             if beat.version not in manifests:
@@ -325,3 +345,59 @@ def require_follows(before: Manifest, after: Manifest) -> None:
 
 def _is_late_anchor(manifest: Manifest, key: str) -> bool:
     return manifest.kind == "anchor" and manifest.parent is None and key == keys.anchor_key(manifest.version)
+
+
+CHECK_S = 30.0
+"""Seconds after which a head that no version follows is read again: the feed may have been rolled back."""
+
+
+class Head:
+    """The newest version of a feed that was seen: `manifest`, None before the first poll."""
+
+    def __init__(self, log: Log, *, check_s: float = CHECK_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self.manifest: Manifest | None = None
+        self._log = log
+        self._check_s = check_s
+        self._clock = clock
+        self._checked_s = clock()
+
+    def poll(self) -> Manifest:
+        """The newest version; NotFoundError if the feed has none. One small request if the known one is still that.
+
+        Now and then the known head is read again. If the feed has no such version any more, or has it with another
+        digest, then it was rolled back, forked or restored: that is reported, and its newest version is the head.
+        """
+        known = self.manifest
+        newer = None if known is None else self._log.head(after=known.version)
+        if newer is not None:
+            return self._see(newer)
+        if known is not None and not self._is_replaced(known):
+            return known
+        head = self._log.require_head()
+        if known is not None:
+            logger.warning(
+                "version %d with the digest %s is no longer in the feed, which was rolled back or replaced: "
+                "following version %d with the digest %s",
+                known.version,
+                known.digest,
+                head.version,
+                head.digest,
+            )
+        return self._see(head)
+
+    def _is_replaced(self, known: Manifest) -> bool:
+        if self._clock() - self._checked_s < self._check_s:
+            return False
+        self._checked_s = self._clock()
+        try:
+            return self._log.read(known.version).digest != known.digest
+        except NotFoundError:
+            return True
+        except (CorruptError, FormatError) as error:
+            # It is damaged, which does not make it another version.
+            logger.warning("the newest version cannot be read again: %s", error)
+            return False
+
+    def _see(self, manifest: Manifest) -> Manifest:
+        self.manifest, self._checked_s = manifest, self._clock()
+        return manifest

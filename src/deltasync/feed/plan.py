@@ -74,26 +74,44 @@ def plan(log: Log, target: Manifest, *, start: int | None = None, avoid: Collect
 
 def cheapest(edges: Iterable[Edge], *, start: int | None, end: int) -> tuple[Edge, ...] | None:
     """The path with the fewest bytes, then with the fewest edges; None if there is none."""
+    return cheapest_paths(edges, start=start, ends=(end,)).get(end)
+
+
+def cheapest_paths(
+    edges: Iterable[Edge], *, start: int | None = None, ends: Collection[int]
+) -> dict[int, tuple[Edge, ...]]:
+    """The cheapest path to each version of `ends` that can be reached."""
     by_start: dict[int | None, list[Edge]] = {}
     for edge in edges:
         by_start.setdefault(edge.start, []).append(edge)
     # Nothing is None, and a version that the caller holds costs nothing. The count breaks ties: edges do not compare.
-    queue: list[tuple[int, int, int, int | None, tuple[Edge, ...]]] = [(0, 0, 0, None, ())]
+    queue: list[tuple[int, int, int, int | None, Edge | None]] = [(0, 0, 0, None, None)]
     if start is not None:
-        queue.append((0, 0, 1, start, ()))
-    done: set[int | None] = set()
-    pushed = len(queue)
-    while queue:
-        nbytes, hops, _, at, path = heapq.heappop(queue)
-        if at == end:
-            return path
-        if at in done:
+        queue.append((0, 0, 1, start, None))
+    pushed, missing = len(queue), set(ends)
+    # Not whole paths: those to all versions of a long feed would take time and memory by the square of its length.
+    last: dict[int | None, Edge | None] = {}
+    while queue and missing:
+        nbytes, hops, _, at, by = heapq.heappop(queue)
+        if at in last:
             continue
-        done.add(at)
-        for edge in by_start.get(at, ()):
+        last[at] = by
+        if at is not None:
+            missing.discard(at)
+        for after in by_start.get(at, ()):
             pushed += 1
-            heapq.heappush(queue, (nbytes + edge.nbytes, hops + 1, pushed, edge.end, (*path, edge)))
-    return None
+            heapq.heappush(queue, (nbytes + after.nbytes, hops + 1, pushed, after.end, after))
+    return {end: _path(last, end) for end in ends if end in last}
+
+
+def _path(last: dict[int | None, Edge | None], end: int) -> tuple[Edge, ...]:
+    """The edges to a version, from the last edge of the path to each version."""
+    path: list[Edge] = []
+    edge = last[end]
+    while edge is not None:
+        path.append(edge)
+        edge = last[edge.start]
+    return tuple(reversed(path))
 
 
 def collect(
@@ -110,11 +128,13 @@ def collect(
     `thorough` reads on to the first version, for when no plan was found among the others. `unusable` gets the reasons
     why manifests were left out.
     """
-    late = set(log.anchors())
+    # A version that the caller holds is as good as any anchor of an older one.
+    late = set(log.anchors(start=0 if thorough or start is None or start > target.version else start))
     edges: list[Edge] = []
     walked_bytes = 0
     best_bytes: int | None = None
-    for manifest in _backwards(log, target, unusable, down_to=start):
+    has_skips: bool | None = None
+    for manifest in _backwards(log, target, unusable, down_to=None if thorough else start):
         anchor = None
         if manifest.version in late:
             anchor = _readable(_read(log.anchor, manifest.version), unusable)
@@ -124,7 +144,13 @@ def collect(
                 cost = walked_bytes + edge.nbytes
                 best_bytes = cost if best_bytes is None else min(best_bytes, cost)
         walked_bytes += manifest.nbytes if manifest.kind == "delta" else 0
-        if not thorough and best_bytes is not None and walked_bytes > _FURTHER * best_bytes:
+        if thorough or best_bytes is None or walked_bytes <= best_bytes:
+            continue
+        # Deltas alone cannot make an older version the cheaper start. Most feeds have no skips.
+        if has_skips is None:
+            further = _FURTHER * (target.version - manifest.version + 1)
+            has_skips = bool(log.skips(start=max(0, manifest.version - further)))
+        if not has_skips or walked_bytes > _FURTHER * best_bytes:
             break
     digests = {edge.end: edge.manifest.digest for edge in edges}
     oldest = min((edge.end for edge in edges), default=0)

@@ -13,8 +13,9 @@ from typing import Any
 from deltasync.arguments import instance, seconds, whole_number
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
 from deltasync.feed.log import READ_THREADS, Log, is_live, read_manifest
-from deltasync.feed.plan import Edge, cheapest
+from deltasync.feed.plan import Edge, cheapest_paths
 from deltasync.feed.survey import ORPHAN_S, Known, Survey, is_given_up, manifest_items, reachable, survey
+from deltasync.feed.upkeep import Upkeep
 from deltasync.feed.writer import probe_clock
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
@@ -101,7 +102,7 @@ def _plan(
     """The plan, the edges that stay, and what it was made from."""
     # Read before everything else: a payload that is put and committed while this process sleeps is young.
     started_unix_s = clock()
-    contents = survey(log, known)
+    contents = survey(log, known, young_unix_s=started_unix_s - ORPHAN_S)
     _require_readable(contents)
     floor = _floor(contents, retention, started_unix_s)
     live = [beat for beat in log.heartbeats() if is_live(beat, clock())]
@@ -114,6 +115,7 @@ class Pruner:
     """Prunes a feed again and again. Manifests that were read are remembered, so that a run reads only new ones."""
 
     def __init__(self, store: Store, retention: Retention, *, clock: Callable[[], float] = time.time) -> None:
+        self.upkeep = Upkeep()
         self._log = Log(store)
         self._retention = retention
         self._clock = clock
@@ -124,9 +126,22 @@ class Pruner:
 
         After an error, or if `is_stopping` has ended it early, the next run deletes the rest.
         """
-        pruning, kept, contents = _plan(self._log, self._retention, self._clock, self._known)
-        self._known.forget(contents, kept)
-        return pruning, prune(self._log.store, pruning, clock=self._clock, is_stopping=is_stopping)
+        upkeep = self.upkeep
+        with upkeep.attempt():
+            with upkeep.phase("plan"):
+                pruning, kept, contents = _plan(self._log, self._retention, self._clock, self._known)
+            self._known.forget(contents, kept)
+            with upkeep.phase("delete"):
+                stay = prune(self._log.store, pruning, clock=self._clock, is_stopping=is_stopping)
+            stored = {keys.payload_key(sha256): item.nbytes for sha256, item in contents.payloads.items()}
+            upkeep.head, upkeep.version = contents.head, pruning.floor
+            deleted_bytes = pruning.payload_bytes - sum(stored.get(key, 0) for key in stay)
+            upkeep.figures["stored_bytes"] = sum(stored.values()) - deleted_bytes
+            upkeep.figures["held_replicas"], upkeep.figures["held_pins"] = len(pruning.held_by), len(pruning.pinned)
+            upkeep.count("runs")
+            upkeep.count("deleted_objects", len(pruning.keys) - len(stay))
+            upkeep.count("deleted_bytes", deleted_bytes)
+            return pruning, stay
 
 
 def prune(
@@ -150,17 +165,18 @@ def prune(
         log = Log(store)
         before_unix_s = probe_clock(store) - ORPHAN_S if orphans else 0.0
         named = _named_since(log, pruning.manifests) if orphans else set()
-        if pruning.floor > log.floor():
+        if pruning.floor > log.floor_of(keys.FLOOR):
             store.put(keys.FLOOR, FloorRecord(pruning.floor).to_bytes())
         # After the floor: `pin` writes first and reads the floor last, so that one of the two sees the other.
         needed = _pinned_since(log, pruning)
+        wanted = named | needed
         for key in pruning.keys[:first_orphan]:
             if key in needed or is_stopping():
                 kept.append(key)
             else:
                 store.delete(key)
         for key in orphans:
-            if key not in named | needed and not is_stopping() and _is_older(store, key, before_unix_s, clock):
+            if key not in wanted and not is_stopping() and _is_older(store, key, before_unix_s, clock):
                 store.delete(key)
             else:
                 kept.append(key)
@@ -183,19 +199,16 @@ def _pinned_since(log: Log, pruning: Pruning) -> set[str]:
 
 def _pinned_edges(contents: Survey, pins: Collection[Pin]) -> list[Edge]:
     """The edges that pinned versions are restored by. CorruptError if one of them cannot be restored."""
-    found: dict[int, tuple[Edge, ...]] = {}
     for pin in pins:
         manifest = contents.versions.get(pin.version)
         if manifest is None or manifest.digest.hex != pin.digest:
             raise _broken_pin(pin, "the feed does not have this version with the digest that was pinned")
-        if pin.version in found:
-            continue
-        usable = [edge for edge in contents.edges() if edge.end <= pin.version and _is_linked(contents, edge)]
-        path = cheapest(filter(contents.holds, usable), start=None, end=pin.version)
-        if path is None:
+    usable = (edge for edge in contents.edges() if contents.holds(edge) and _is_linked(contents, edge))
+    paths = cheapest_paths(usable, ends={pin.version for pin in pins}) if pins else {}
+    for pin in pins:
+        if pin.version not in paths:
             raise _broken_pin(pin, "an object that this version is built on is missing")
-        found[pin.version] = path
-    return [edge for path in found.values() for edge in path]
+    return [edge for path in paths.values() for edge in path]
 
 
 def _is_linked(contents: Survey, edge: Edge) -> bool:

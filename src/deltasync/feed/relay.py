@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from deltasync.feed.fetch import fetch
 from deltasync.feed.log import READ_THREADS, RELAY_ENGINE, Log, get_manifest, is_live, parse_manifest, with_reread
 from deltasync.feed.plan import Edge, Plan
 from deltasync.feed.replay import blocking, with_fallback
+from deltasync.feed.upkeep import Upkeep
 from deltasync.feed.writer import Writer, probe_clock
 from deltasync.format import keys
 from deltasync.format.manifest import Kind, Manifest, PayloadRef
@@ -70,15 +71,7 @@ class Relayed:
     """Versions between that cannot be restored from the copy."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "destination": self.destination,
-            "kind": self.kind,
-            "version": self.version,
-            "parent": self.parent,
-            "payload_bytes": self.payload_bytes,
-            "manifest_bytes": self.manifest_bytes,
-            "left_out": self.left_out,
-        }
+        return asdict(self)
 
 
 def relay(
@@ -140,6 +133,8 @@ class Relay:
         retry_s: float = RETRY_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self.destination = destination.url
+        self.upkeep = Upkeep()
         self._source = Log(source)
         self._copy = Log(destination)
         self._every = every
@@ -174,7 +169,8 @@ class Relay:
         self._head = self._retry(source.require_head)
         record = self._retry(source.feed)
         if record is None:
-            raise CorruptError(f"{source.store.url} has versions, but no {keys.FEED}", key=keys.FEED)
+            hint = "put the object back from a copy of the feed"
+            raise CorruptError(f"{source.store.url} has versions, but no {keys.FEED}", key=keys.FEED, hint=hint)
         ours, versions = self._retry(copy.feed), set(self._retry(copy.versions))
         if (ours is None and versions) or (ours is not None and ours.feed != record.feed):
             raise InvalidInputError(
@@ -213,6 +209,15 @@ class Relay:
 
         If there is nothing new, this is one small request to the source.
         """
+        with self.upkeep.attempt(self._retry):
+            for sent in self._advance():
+                self.upkeep.count(f"{sent.kind}_edges")
+                self.upkeep.count("payload_bytes", sent.payload_bytes)
+                self.upkeep.count("manifest_bytes", sent.manifest_bytes)
+                self.upkeep.count("left_out", sent.left_out)
+                yield sent
+
+    def _advance(self) -> Iterator[Relayed]:
         if not self._is_open:
             self._open()
         self._beat()
@@ -228,12 +233,14 @@ class Relay:
             self._beats.copy(self._at)
         except DeltasyncError as error:
             # The copy goes on without them: at worst the source prunes what it needs, and it gets an anchor.
+            self.upkeep.count("heartbeat_failures")
             logger.warning("cannot copy the heartbeats of %s: %s", self._copy.store.url, error)
 
     def _is_behind(self) -> bool:
         head = self._head
         newer = self._retry(lambda: self._source.head(after=None if head is None else head.version))
         self._head = newer or head
+        self.upkeep.version, self.upkeep.head = self.version, None if self._head is None else self._head.version
         return self._head is not None and (self._at is None or self._at.version < self._head.version)
 
     def _send_next(self) -> list[Relayed]:
@@ -281,14 +288,15 @@ class Relay:
         payload_bytes = sum(self._put(ref) for ref in refs)
         payload_bytes += self._renew(refs)
         manifest_bytes = 0
-        if edge.key != keys.version_key(edge.end):
-            manifest_bytes += self._copy_manifest(edge.key)
         between = range(edge.end - 1, at, -1)
-        manifest_bytes += self._copy_manifest(keys.version_key(edge.end))
-        if between:
-            # Before the versions between: while they are not there, no reader that follows sees this one.
-            self._raise_floor(edge.end)
-            manifest_bytes += self._copy_versions(between)
+        with self.upkeep.phase("commit"):
+            if edge.key != keys.version_key(edge.end):
+                manifest_bytes += self._copy_manifest(edge.key)
+            manifest_bytes += self._copy_manifest(keys.version_key(edge.end))
+            if between:
+                # Before the versions between: while they are not there, no reader that follows sees this one.
+                self._raise_floor(edge.end)
+                manifest_bytes += self._copy_versions(between)
         payload_bytes += self._require_kept(refs)
         self._at = version
         for ref in refs:
@@ -332,7 +340,8 @@ class Relay:
                         return
                     sent_bytes += self._put(ref)
                 sent_bytes += self._renew(edge.manifest.payloads)
-                manifest_bytes = self._copy_manifest(edge.key)
+                with self.upkeep.phase("commit"):
+                    manifest_bytes = self._copy_manifest(edge.key)
                 sent_bytes += self._require_kept(edge.manifest.payloads)
             except (CorruptError, NotFoundError) as error:
                 logger.info("%s is not copied: %s", edge.key, error)
@@ -377,9 +386,11 @@ class Relay:
         """Put a payload, proved by its SHA-256, unless the copy has it. Returns the bytes that were sent."""
         if ref.sha256 in self._put_unix_s:
             return 0
-        data = self._retry(lambda: fetch(self._source.store, ref))
+        with self.upkeep.phase("fetch"):
+            data = self._retry(lambda: fetch(self._source.store, ref))
         put_unix_s = self._clock()
-        self._retry(lambda: self._copy.store.put(keys.payload_key(ref.sha256), data))
+        with self.upkeep.phase("put"):
+            self._retry(lambda: self._copy.store.put(keys.payload_key(ref.sha256), data))
         self._put_unix_s[ref.sha256] = put_unix_s
         return ref.nbytes
 
@@ -448,10 +459,10 @@ class Relay:
             )
 
     def _raise_floor(self, version: int) -> None:
-        """Versions before this one cannot be restored from the copy."""
+        """Versions before this one cannot be restored from the copy. A pruner has a record of its own."""
         store = self._copy.store
-        if version > max(self._floor, self._retry(self._copy.floor)):
-            self._retry(lambda: store.put(keys.FLOOR, FloorRecord(version).to_bytes()))
+        if version > self._retry(lambda: self._copy.floor_of(keys.COPY)):
+            self._retry(lambda: store.put(keys.COPY, FloorRecord(version).to_bytes()))
         self._floor = max(self._floor, version)
 
 

@@ -51,6 +51,7 @@ def decode_edge(
     *,
     base: Weights | None = None,
     applied: Collection[str] = (),
+    in_place: bool = False,
 ) -> Iterator[tuple[list[_T], PayloadRef | None]]:
     """Decode and verify the blocks of an edge, for `weights` that hold the version it starts from.
 
@@ -58,6 +59,7 @@ def decode_edge(
     with a payload after the last block of it. Blocks are decoded on all cores while later payloads are fetched. Each
     payload is taken from `payloads` when its turn comes; those whose SHA-256 is in `applied` are left out. An edge that
     names a base gives all weights of `base` first. `use` may write the changes to `weights`: blocks do not overlap.
+    `in_place`: the blocks of an anchor are decoded straight into `weights` instead, without `use`.
     """
     if base is not None:
         base.layout.require_equal(weights.layout, ours="the base", theirs="the weights")
@@ -80,6 +82,9 @@ def decode_edge(
     def decode(item: tuple[Payload, int | None, PayloadRef | None]) -> tuple[list[_T], PayloadRef | None]:
         payload, i, ref = item
         if i is None:
+            return [], ref
+        if in_place and edge.start is None:
+            blocks.restore_block(weights, payload.block(i))
             return [], ref
         decoded = blocks.decode_block(weights, payload.block(i), relative=edge.start is not None)
         return [use(changes) for changes in decoded], ref
@@ -105,7 +110,7 @@ def apply_edge(
 
     `on_payload` is called with the size of each payload that was applied. After an error the weights are of no version.
     """
-    for _, ref in decode_edge(edge, payloads, weights, partial(blocks.overwrite, weights), base=base):
+    for _, ref in decode_edge(edge, payloads, weights, partial(blocks.overwrite, weights), base=base, in_place=True):
         if ref is not None and on_payload is not None:
             on_payload(ref.nbytes)
 

@@ -16,6 +16,9 @@ from deltasync.store.protocol import ObjectInfo
 ORPHAN_S = 86_400
 """A payload that no manifest names may belong to a commit in progress; an older one is left from a dead writer."""
 
+_FIRST_READ = 1000
+"""Versions that a survey for `prune` reads in any case, the newest ones; then twice as many, and so on."""
+
 _MISSING_MAX = 1000
 """How many missing versions are counted: one stray key can make a gap of any length."""
 
@@ -133,8 +136,12 @@ def manifest_items(log: Log, *, after: int | None = None) -> list[ObjectInfo]:
     return [item for item in chain(versions, others) if _is_manifest(item.key)]
 
 
-def survey(log: Log, known: Known | None = None) -> Survey:
+def survey(log: Log, known: Known | None = None, *, young_unix_s: float | None = None) -> Survey:
     """Read a feed. Manifests that are `known` are not read again.
+
+    `young_unix_s`: leave out the oldest versions if nothing of them is in the store and no pin is among them. A feed
+    keeps the manifests of all versions, and most of them were pruned long ago. Every payload that was put before that
+    time is then named by a manifest that was read, or by none at all.
 
     Payloads are listed after the manifests: a manifest is committed after its payloads, so a commit at the same time
     does not look like a missing payload. The floor is read last: `prune` raises it before it deletes, so what is
@@ -155,12 +162,20 @@ def survey(log: Log, known: Known | None = None) -> Survey:
     items = known.listed(log)
     manifests = known.older()
     manifests |= {item.key: manifest for item in items if (manifest := known.get(item)) is not None}
-    for item, outcome in each(read, [item for item in items if item.key not in manifests], waiting=READ_THREADS):
-        if isinstance(outcome, DeltasyncError):
-            damaged[item.key] = outcome
-        elif outcome is not None:
-            manifests[item.key] = outcome
-            known.add(item, outcome)
+
+    def read_all(some: Iterable[ObjectInfo]) -> None:
+        for item, outcome in each(read, [item for item in some if item.key not in manifests], waiting=READ_THREADS):
+            if isinstance(outcome, DeltasyncError):
+                damaged[item.key] = outcome
+            elif outcome is not None:
+                manifests[item.key] = outcome
+                known.add(item, outcome)
+
+    older: list[ObjectInfo] = []
+    if young_unix_s is not None:
+        older = [item for item in items if keys.parse_version_key(item.key) is not None][:-_FIRST_READ]
+    left_out = {item.key for item in older}
+    read_all(item for item in items if item.key not in left_out)
     try:
         log.feed()
     except (CorruptError, FormatError) as error:
@@ -171,11 +186,17 @@ def survey(log: Log, known: Known | None = None) -> Survey:
     except (CorruptError, FormatError) as error:
         damaged[error.key or keys.PINS] = error
     payloads = _payloads(log)
+    while older and young_unix_s is not None and _may_be_stored(older[-1], manifests, payloads, pins, young_unix_s):
+        count = len(manifests)
+        read_all(older[-count:])
+        del older[-count:]
+    if older:
+        known.first = (keys.parse_version_key(older[-1].key) or 0) + 1
     floor = 0
     try:
         floor = log.floor()
     except (CorruptError, FormatError) as error:
-        damaged[keys.FLOOR] = error
+        damaged[error.key or keys.FLOOR] = error
     return Survey(
         versions=dict(_picked(manifests, keys.parse_version_key)),
         anchors=dict(_picked(manifests, keys.parse_anchor_key)),
@@ -191,13 +212,38 @@ def survey(log: Log, known: Known | None = None) -> Survey:
     )
 
 
+def _may_be_stored(
+    newest: ObjectInfo,
+    manifests: dict[str, Manifest],
+    payloads: dict[str, ObjectInfo],
+    pins: Iterable[Pin],
+    young_unix_s: float,
+) -> bool:
+    """Whether something in the store may belong to `newest`, the manifest of a version, or to an older version.
+
+    The payloads of a version are put before its manifest: a later one that no manifest names is one of a publication in
+    progress. In a copy of a feed the times may be others, so that only young payloads are taken for that: they stay.
+    """
+    version = keys.parse_version_key(newest.key) or 0
+    if any(pin.version <= version for pin in pins):
+        return True
+    named: set[str] = set()
+    for manifest in manifests.values():
+        refs = [ref.sha256 for ref in manifest.refs]
+        if manifest.version <= version and any(sha256 in payloads for sha256 in refs):
+            return True
+        named.update(refs)
+    settled_unix_s = max(newest.modified_unix_s, young_unix_s)
+    return any(sha256 not in named and item.modified_unix_s <= settled_unix_s for sha256, item in payloads.items())
+
+
 def without_pruned(log: Log, before: Survey) -> Survey:
     """The same survey without the payloads that `prune` has deleted since."""
     left = _payloads(log)
     return replace(
         before,
         payloads={sha256: item for sha256, item in before.payloads.items() if sha256 in left},
-        floor=before.floor if keys.FLOOR in before.damaged else log.floor(),
+        floor=before.floor if {keys.FLOOR, keys.COPY} & before.damaged.keys() else log.floor(),
     )
 
 

@@ -76,7 +76,7 @@ class DeepCheck:
         self._check_files()
 
     def _check(self, edge: Edge) -> None:
-        payloads = fetch_payloads(self._log.store, [edge.manifest])
+        payloads = fetch_payloads(self._log.store, [edge.manifest], verify_blocks=True)
         held = self._weights_of(edge.end if edge.start is None else edge.start)
         if edge.manifest.kind == "base":
             try:
@@ -256,7 +256,7 @@ def verify(
             contents = without_pruned(log, contents)
             if contents.head is None or log.head(after=contents.head) is None:
                 # Otherwise the feed has gone on meanwhile, and a floor above the head that was read is no damage.
-                contents = _checked_floor(contents)
+                contents = _checked_floor(log, contents)
             gone = [edge for edge in contents.edges() if not contents.holds(edge)]
             given_up = {edge.key for edge in gone if is_given_up(edge, contents.floor)}
             damages += [Damage(key, error) for key, error in check.damaged.items() if key not in given_up]
@@ -272,21 +272,22 @@ def _survey(log: Log) -> Survey:
             break
         # New versions may have been committed, and old ones pruned, while the manifests were read.
         contents = survey(log)
-    return _checked_floor(contents)
+    return _checked_floor(log, contents)
 
 
-def _checked_floor(contents: Survey) -> Survey:
+def _checked_floor(log: Log, contents: Survey) -> Survey:
     """The survey with a floor that is above the head as damage, and with nothing pruned by it."""
     head, floor = contents.head, contents.floor
     if head is None or floor <= head:
         return contents
+    key = max((keys.FLOOR, keys.COPY), key=log.floor_of)
     error = CorruptError(
-        f"{keys.FLOOR} promises versions from {floor} on, but version {head} is the newest",
+        f"{key} promises versions from {floor} on, but version {head} is the newest",
         rule="floor.version",
-        key=keys.FLOOR,
-        hint="if the feed was rolled back, delete this object: the next `deltasync prune` writes it again",
+        key=key,
+        hint="if the feed was rolled back, delete this object: the next `deltasync prune` or `relay` writes it again",
     )
-    return replace(contents, floor=0, damaged={**contents.damaged, keys.FLOOR: error})
+    return replace(contents, floor=0, damaged={**contents.damaged, key: error})
 
 
 def _broken_links(contents: Survey) -> Iterator[Damage]:

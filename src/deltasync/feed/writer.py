@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 _TRIES = 3
 
 _FOLDER_NAMES = frozenset({
-    keys.FLOOR, keys.LEASE, "lost+found",
+    keys.FLOOR, keys.COPY, keys.LEASE, "lost+found",
     *(prefix.rstrip("/") for prefix in (
         keys.VERSIONS, keys.ANCHORS, keys.SKIPS, keys.PAYLOADS, keys.REPLICAS, keys.PINS, keys.PROBES
     )),

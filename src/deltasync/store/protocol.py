@@ -9,10 +9,10 @@ import errno
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 from deltasync.errors import InvalidInputError
+from deltasync.parallel import Closable
 
 Data = bytes | bytearray | memoryview
 
@@ -43,7 +43,7 @@ class ObjectInfo:
     """The time of the last put, by the store's clock."""
 
 
-class Store(Protocol):
+class Store(Closable, Protocol):
     """Objects under keys. Safe to use from several threads at once.
 
     Reads raise NotFoundError for a missing key. All other failures of the store are StoreErrors with a hint, and with
@@ -92,14 +92,6 @@ class Store(Protocol):
     def close(self) -> None:
         """Close connections. The store must not be used afterwards."""
         ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 KEY_CHARS_MAX = 512

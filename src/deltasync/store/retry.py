@@ -1,6 +1,7 @@
 """Retries of store operations, with exponential back-off."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -40,22 +41,30 @@ class Retry:
 
 
 class RetryingStore(WrapperStore):
-    """Retries each read for up to `limit_s` seconds; writes are passed on as they are."""
+    """Retries each read for up to `limit_s` seconds; writes are passed on as they are. `retries` counts them."""
 
     def __init__(self, store: Store, *, limit_s: float) -> None:
         super().__init__(store)
+        self.retries = 0
         self._limit_s = limit_s
+        self._counting = threading.Lock()
 
     def get(self, key: str) -> bytes:
-        return self._retry()(lambda: self._store.get(key))
+        return self._read(lambda: self._store.get(key))
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
-        return self._retry()(lambda: self._store.get_range(key, offset, length))
+        return self._read(lambda: self._store.get_range(key, offset, length))
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
         # Collected at once: a listing that breaks off is started again.
-        return iter(self._retry()(lambda: [*self._store.list(prefix, after=after)]))
+        return iter(self._read(lambda: [*self._store.list(prefix, after=after)]))
 
-    def _retry(self) -> Retry:
+    def _read(self, act: Callable[[], _T]) -> _T:
         # At INFO: the caller warns once that the store is unreachable, not for every read.
-        return Retry(self._limit_s, level=logging.INFO)
+        retry = Retry(self._limit_s, level=logging.INFO)
+        try:
+            return retry(act)
+        finally:
+            if retry.count:
+                with self._counting:
+                    self.retries += retry.count

@@ -17,8 +17,8 @@ from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Region, Runs
 from deltasync.parallel import Pool
 from deltasync.trainer.capture import Shadow
-from deltasync.trainer.events import AnchorProgress, Observer, log_observer_error
-from deltasync.trainer.version import CommittedVersion, VersionWriter
+from deltasync.trainer.events import AnchorProgress, CommittedVersion, Observer, log_observer_error
+from deltasync.trainer.version import VersionWriter
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What a publisher reports: the handle of one publication, and events with its sizes and times."""
+"""What a publisher reports: the handle of one publication, what was committed, and events with sizes and times."""
 
 import logging
 import threading
@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from deltasync.errors import StoreError
+from deltasync.feed.upkeep import Upkeep
 from deltasync.format.manifest import Kind, Manifest, Timeline
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,11 @@ class PublishEvent:
 
 
 Observer = Callable[[PublishEvent], None]
-"""Called with each event. If it has a method `failed`, that is called with the error of each failed publication."""
+"""Called with each event. If it has a method `failed`, that is called with the error of each failed publication.
+
+If it has a method `maintains`, that is called with the role (pruner, compactor) and the `Upkeep` of each process of the
+feed's maintenance that the publisher runs by itself.
+"""
 
 
 def report_failure(observer: Observer | None, error: BaseException) -> None:
@@ -62,6 +67,13 @@ def report_failure(observer: Observer | None, error: BaseException) -> None:
     failed = getattr(observer, "failed", None)
     if callable(failed):
         failed(error)
+
+
+def report_upkeep(observer: Observer | None, role: str, upkeep: Upkeep) -> None:
+    """Call `maintains` of an observer that has it."""
+    maintains = getattr(observer, "maintains", None)
+    if callable(maintains):
+        maintains(role, upkeep)
 
 
 def log_observer_error(done: "Future[None]") -> None:
@@ -136,3 +148,50 @@ class Publication:
         """Called by the pipeline when the version could not be committed."""
         self._error = error
         self._done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureTime:
+    """When a capture began, by the publisher's clock; how long it held the trainer; and `perf_counter` at its end."""
+
+    unix_s: float
+    held_s: float
+    end_s: float
+
+    def timeline(self, *, started_s: float, encode_s: float) -> Timeline:
+        """The steps until now, of a version that has been in progress since `started_s`, by `perf_counter`."""
+        put_s = time.perf_counter() - started_s - encode_s
+        seconds = (self.unix_s, self.held_s, started_s - self.end_s, encode_s, put_s)
+        # A clock can be set to before 1970.
+        return Timeline(*(max(0, round(1000 * value)) for value in seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedVersion:
+    """A committed version or a late anchor, and the time that it took. `is_anchor_due`: it should get an anchor."""
+
+    manifest: Manifest
+    put_s: float = 0.0
+    commit_s: float = 0.0
+    retries: int = 0
+    is_anchor_due: bool = False
+    encode_s: float = 0.0
+
+    def event(self, *, held_s: float = 0.0, coalesced: int = 0) -> PublishEvent:
+        """The event that reports it."""
+        m = self.manifest
+        return PublishEvent(
+            kind=m.kind,
+            version=m.version,
+            step=m.step,
+            elements=m.elements,
+            changed=m.changed,
+            payload_bytes=m.nbytes,
+            held_s=held_s,
+            encode_s=self.encode_s,
+            put_s=self.put_s,
+            commit_s=self.commit_s,
+            coalesced=coalesced,
+            retries=self.retries,
+            timeline=m.timeline,
+        )

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from deltasync.errors import InvalidInputError
+from deltasync.feed.metrics import Role, UpkeepCollector
+from deltasync.feed.upkeep import Upkeep
+from deltasync.metrics import Samples, counter, gauge, registered, require_client
 from deltasync.trainer.events import PublishEvent
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ class PublisherMetrics:
 
     `PublisherOptions(observer=PublisherMetrics())` adds them to the registry of the process, or to `registry`; serve it
     with `prometheus_client.start_http_server(9464)`. With `then`, that observer is called with each event, too.
+    A publisher that prunes or writes skips by itself has the metrics of a pruner and a compactor as well.
     InvalidInputError without prometheus-client, or if the registry has another publisher.
     """
 
@@ -30,12 +34,7 @@ class PublisherMetrics:
         registry: "CollectorRegistry | None" = None,
         then: Callable[[PublishEvent], None] | None = None,
     ) -> None:
-        try:
-            from prometheus_client import REGISTRY
-        except ImportError as error:
-            raise InvalidInputError(
-                "metrics need the package prometheus-client", hint="pip install 'deltasync[metrics]'"
-            ) from error
+        require_client()
         self._then = then
         self._lock = threading.Lock()
         self._head: PublishEvent | None = None
@@ -44,9 +43,9 @@ class PublisherMetrics:
         self._versions: Counter[str] = Counter()
         self._payload_bytes: Counter[str] = Counter()
         self._seconds: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
-        self._registry = REGISTRY if registry is None else registry
+        self._upkeeps: dict[Role, Upkeep] = {}
         try:
-            self._registry.register(self)
+            self._unregister = registered(self, registry)
         except ValueError as error:
             raise InvalidInputError(
                 "the registry has the metrics of another publisher", hint="give each publisher a registry of its own"
@@ -73,9 +72,13 @@ class PublisherMetrics:
         with self._lock:
             self._counts["failures"] += 1
 
+    def maintains(self, role: Role, upkeep: Upkeep) -> None:
+        """Add the metrics of the publisher's retention, or of the skips that it writes."""
+        self._upkeeps[role] = upkeep
+
     def close(self) -> None:
         """Remove the metrics from the registry."""
-        self._registry.unregister(self)
+        self._unregister()
 
     def describe(self) -> "Iterator[Metric]":
         """The names, which the registry compares with those that it has."""
@@ -83,42 +86,32 @@ class PublisherMetrics:
 
     def collect(self) -> "Iterator[Metric]":
         """The metrics now: called by the registry at each scrape."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         with self._lock:
             head, committed_unix_s, counts = self._head, self._committed_unix_s, self._counts.copy()
             versions, payload_bytes, seconds = self._versions.copy(), self._payload_bytes.copy(), dict(self._seconds)
-        gauges = (
+        for name, description, value in (
             ("version", "The version that was committed last.", None if head is None else head.version),
             ("step", "The trainer's step of that version.", None if head is None else head.step),
             ("elements", "Elements of all weights.", None if head is None else head.elements),
             ("last_commit_timestamp_seconds", "When the last version was committed.", committed_unix_s),
-        )
-        for name, description, value in gauges:
-            gauge = GaugeMetricFamily(f"deltasync_publisher_{name}", description)
-            if value is not None:
-                gauge.add_metric([], value)
-            yield gauge
-        last = GaugeMetricFamily(
-            "deltasync_publisher_last_version_seconds", "Time of the last version, by phase.", labels=["phase"]
-        )
-        for phase in () if head is None else _PHASES:
-            last.add_metric([phase], getattr(head, f"{phase}_s"))
-        yield last
+        ):
+            yield gauge(f"publisher_{name}", description, value)
+        last: Samples = {(phase,): getattr(head, f"{phase}_s") for phase in (() if head is None else _PHASES)}
+        yield gauge("publisher_last_version_seconds", "Time of the last version, by phase.", last, ("phase",))
         labelled: tuple[tuple[str, str, str, dict[str, float]], ...] = (
             ("versions", "Versions and anchors that were committed, by kind.", "kind", dict(versions)),
             ("payload_bytes", "Bytes of their payloads, by kind.", "kind", dict(payload_bytes)),
             ("phase_seconds", "Time of all versions; training waits for the phase held.", "phase", seconds),
         )
         for name, description, label, values in labelled:
-            family = CounterMetricFamily(f"deltasync_publisher_{name}", description, labels=[label])
-            for key, total in values.items():
-                family.add_metric([key], total)
-            yield family
+            samples: Samples = {(key,): total for key, total in values.items()}
+            yield counter(f"publisher_{name}", description, samples, (label,))
         for name, description in (
             ("changed_elements", "Elements that changed, in all versions."),
             ("coalesced", "Publications that became part of a later version."),
             ("retries", "Requests to the store that were made again."),
             ("failures", "Publications that failed; the next one carries their changes."),
         ):
-            yield CounterMetricFamily(f"deltasync_publisher_{name}", description, value=counts[name])
+            yield counter(f"publisher_{name}", description, counts[name])
+        for role, upkeep in list(self._upkeeps.items()):
+            yield from UpkeepCollector(role, {(): upkeep}).collect()

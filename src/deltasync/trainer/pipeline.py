@@ -21,17 +21,19 @@ from deltasync.format.weights import Changes
 from deltasync.parallel import Pool
 from deltasync.tracing import VersionTracer
 from deltasync.trainer.anchoring import Anchors
-from deltasync.trainer.capture import Capture, Shadow, by_tensor, in_blocks, rebase, tensors_of
+from deltasync.trainer.background import Skips
+from deltasync.trainer.capture import Capture, Shadow, in_blocks, rebase, tensors_of
 from deltasync.trainer.events import (
     AnchorProgress,
+    CaptureTime,
+    CommittedVersion,
     Observer,
     Publication,
     PublishEvent,
     log_observer_error,
     report_failure,
 )
-from deltasync.trainer.skips import Skips
-from deltasync.trainer.version import CaptureTime, CommittedVersion, Metadata, VersionWriter
+from deltasync.trainer.version import Metadata, VersionWriter
 
 logger = logging.getLogger(__name__)
 
@@ -255,9 +257,10 @@ class Pipeline:
             self.anchors.note(replaced)
             if committed.is_anchor_due:
                 self.anchors.begin(committed.manifest)
-            for waiting in (job, self._pending):
-                if waiting is not None and waiting.capture is not None:
-                    waiting.capture = rebase(layout, by_tensor(layout, waiting.capture), changes, before)
+            waiting = [one for one in (job, self._pending) if one is not None and one.capture is not None]
+            captures = [in_blocks(layout, [] if one.capture is None else one.capture) for one in waiting]
+            for one, rebased in zip(waiting, rebase(layout, captures, changes, before), strict=True):
+                one.capture = rebased
         if self._skips is not None:
             self._skips.note(committed.manifest)
 

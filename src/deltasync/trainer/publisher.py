@@ -24,6 +24,7 @@ from deltasync.format.weights import Bits, Readable, Weights
 from deltasync.store.protocol import Store
 from deltasync.store.retry import Retry
 from deltasync.trainer.anchoring import AnchorBacklog, AnchorPolicy, Anchors
+from deltasync.trainer.background import BackgroundPruner, Skips
 from deltasync.trainer.capture import (
     Capture,
     Shadow,
@@ -39,8 +40,6 @@ from deltasync.trainer.capture import (
 from deltasync.trainer.events import Observer, Publication
 from deltasync.trainer.exit import finish_at_exit
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
-from deltasync.trainer.retention import BackgroundPruner
-from deltasync.trainer.skips import Skips
 from deltasync.trainer.version import Metadata, VersionWriter
 
 logger = logging.getLogger(__name__)
@@ -236,7 +235,7 @@ class FeedPublisher:
     def _publish(self, copy: Callable[[Shadow], None], find: Find, metadata: Metadata, *, anchor: bool) -> Publication:
         pipeline, options = self._pipeline, self._options
         if pipeline is None:
-            raise InvalidInputError("the feed is not open")
+            raise InvalidInputError("the feed is not open", hint="call open first")
         started = time.perf_counter()
         pipeline.require_running()
         if options.wait:
@@ -276,12 +275,18 @@ class FeedPublisher:
             versions,
             shadow,
             Anchors(versions, shadow, options.anchors, backlog=backlog, observer=options.observer),
-            skips=Skips(self._writer.store, options.skips, retry_s=options.retry_s) if options.skips else None,
+            skips=(
+                Skips(self._writer.store, options.skips, retry_s=options.retry_s, observer=options.observer)
+                if options.skips
+                else None
+            ),
             observer=options.observer,
         )
         self._resources.callback(pipeline.close)
         if options.retention is not None:
-            self._resources.callback(BackgroundPruner(self._writer.store, options.retention).close)
+            self._resources.callback(
+                BackgroundPruner(self._writer.store, options.retention, observer=options.observer).close
+            )
         finish_at_exit(pipeline, options.exit_s)
         return pipeline
 

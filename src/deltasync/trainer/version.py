@@ -21,12 +21,12 @@ from deltasync.format import keys, limits
 from deltasync.format.companions import write_files
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.layout import Layout
-from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef, Timeline
+from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef
 from deltasync.format.payload import Block, PayloadHeader, grouped, write_payload
 from deltasync.format.weights import Readable, Runs, Weights
 from deltasync.parallel import Progress, counting, each, threads
 from deltasync.store.retry import Retry
-from deltasync.trainer.events import PublishEvent
+from deltasync.trainer.events import CaptureTime, CommittedVersion
 from deltasync.trainer.shards import Shards
 
 logger = logging.getLogger(__name__)
@@ -200,22 +200,6 @@ class _Written(Generic[_R]):
     retries: int
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureTime:
-    """When a capture began, by the publisher's clock; how long it held the trainer; and `perf_counter` at its end."""
-
-    unix_s: float
-    held_s: float
-    end_s: float
-
-    def timeline(self, *, started_s: float, encode_s: float) -> Timeline:
-        """The steps until now, of a version that has been in progress since `started_s`, by `perf_counter`."""
-        put_s = time.perf_counter() - started_s - encode_s
-        seconds = (self.unix_s, self.held_s, started_s - self.end_s, encode_s, put_s)
-        # A clock can be set to before 1970.
-        return Timeline(*(max(0, round(1000 * value)) for value in seconds))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
     """What a manifest says about a version besides its weights. `extra` is the user's own."""
@@ -238,37 +222,6 @@ class Metadata:
         if nbytes > limits.RECORD_BYTES_MAX:
             raise InvalidInputError(f"extra may have at most {limits.RECORD_BYTES_MAX} bytes as JSON, not {nbytes}")
         return cls(step=None if step is None else whole_number("step", step), extra=dict(own))
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedVersion:
-    """A committed version or a late anchor, and the time that it took. `is_anchor_due`: it should get an anchor."""
-
-    manifest: Manifest
-    put_s: float = 0.0
-    commit_s: float = 0.0
-    retries: int = 0
-    is_anchor_due: bool = False
-    encode_s: float = 0.0
-
-    def event(self, *, held_s: float = 0.0, coalesced: int = 0) -> PublishEvent:
-        """The event that reports it."""
-        m = self.manifest
-        return PublishEvent(
-            kind=m.kind,
-            version=m.version,
-            step=m.step,
-            elements=m.elements,
-            changed=m.changed,
-            payload_bytes=m.nbytes,
-            held_s=held_s,
-            encode_s=self.encode_s,
-            put_s=self.put_s,
-            commit_s=self.commit_s,
-            coalesced=coalesced,
-            retries=self.retries,
-            timeline=m.timeline,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,6 +399,8 @@ class VersionWriter:
         digest = sum((block.digest for block in group), parent.digest)
         header = PayloadHeader("delta", self.layout, parent.digest, digest, parent.version + 1)
         payload = write_payload(header, group)
+        # The payload has their bytes.
+        group.clear()
         return retry(lambda: self.writer.put(payload))
 
     def _commit(

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from deltasync import arguments
-from deltasync.checkpoint import companion_files, open_checkpoint
+from deltasync.checkpoint import Checkpoint, companion_files, open_checkpoint
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.log import Log
 from deltasync.format.manifest import Manifest
+from deltasync.parallel import Closable
 from deltasync.store import Feed, opened
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
@@ -36,7 +35,7 @@ _STARTED, _FINISHED = ".started", ".finished"
 _Signature = tuple[tuple[str, int, int], ...]
 
 
-class Settling:
+class SettledFolders:
     """Says how long the files of folders have been as they are: their names, sizes and times."""
 
     def __init__(self, settle_s: float = SETTLE_S, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,7 +67,52 @@ def _signature(path: Path) -> _Signature:
     return tuple(found)
 
 
-class CheckpointWatch:
+class FolderPublisher(Closable):
+    """Publishes folders to a feed, which it opens for the first of them."""
+
+    def __init__(self, feed: Feed, options: PublisherOptions, settled: SettledFolders) -> None:
+        self._feed = feed
+        self._options = options
+        self._settled = settled
+        self._publisher: FeedPublisher | None = None
+        self._resources = ExitStack()
+        self.waiting_for: str | None = None
+        """Why `advance` returned None although there is another folder: it is not complete."""
+
+    def close(self) -> None:
+        """Finish what is in flight, and release the feed."""
+        self._resources.close()
+
+    def _opened(self, check: Callable[[Manifest | None], object]) -> FeedPublisher:
+        """The publisher. Before the feed is opened for writing, `check` gets its head and raises if it does not fit."""
+        if self._publisher is None:
+            store = self._resources.enter_context(opened(self._feed))
+            check(Log(store).head())
+            publisher = FeedPublisher(store, self._options)
+            self._resources.callback(publisher.close)
+            publisher.open()
+            self._publisher = publisher
+        return self._publisher
+
+    def _publish_weights(
+        self,
+        publisher: FeedPublisher,
+        checkpoint: Checkpoint,
+        *,
+        step: int,
+        extra: dict[str, str],
+        rule: str,
+        trust_code: bool = False,
+    ) -> Publication:
+        """Publish a checkpoint; MismatchError with this rule if its tensors are not those of the feed."""
+        publisher.files, publisher.needs_files = companion_files(checkpoint, trust_code=trust_code), True
+        try:
+            return publisher.publish(checkpoint.weights, step=step, extra=extra)
+        except InvalidInputError as error:
+            raise MismatchError(f"{checkpoint.path}: {error.message}", rule=rule, hint=error.hint) from error
+
+
+class CheckpointWatch(FolderPublisher):
     """Publishes the checkpoint folders that match a pattern, in the order of the numbers in their names.
 
         with CheckpointWatch("run/weights/step_*", "s3://bucket/run-42") as watch:
@@ -104,33 +148,17 @@ class CheckpointWatch:
             raise InvalidInputError(f"the pattern must have a * for the number, not {what}", hint="run/weights/step_*")
         if marker is not None and Path(marker).name != marker:
             raise InvalidInputError(f"the marker must be the name of a file, not {marker!r:.80}")
+        super().__init__(
+            feed, PublisherOptions() if options is None else options, SettledFolders(settle_s, clock=clock)
+        )
         parts = pattern.split("*")
         self._pattern = pattern
         self._glob = "*".join(map(glob.escape, parts))
         self._match = re.compile("([^/]*)".join(map(re.escape, parts)))
-        self._feed = feed
         self._after = None if after is None else arguments.whole_number("after", after)
         self._marker = marker
         self._trust_code = trust_code
-        self._options = PublisherOptions() if options is None else options
-        self._settling = Settling(settle_s, clock=clock)
         self._skipped: set[Path] = set()
-        self._publisher: FeedPublisher | None = None
-        self._resources = ExitStack()
-        self.waiting_for: str | None = None
-        """Why `advance` returned None although there is another folder: it is not complete."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Finish what is in flight, and release the feed."""
-        self._resources.close()
 
     def folders(self) -> dict[int, Path]:
         """The folders that match, by their numbers, ascending. InvalidInputError if two have the same number."""
@@ -153,7 +181,7 @@ class CheckpointWatch:
         MismatchError if its tensors are not those of the feed. The feed is as it was then.
         """
         self.waiting_for = None
-        publisher = self._open()
+        publisher = self._opened(self._last)
         last = self._last(publisher.head)
         following = {n: p for n, p in self.folders().items() if (last is None or n > last) and p not in self._skipped}
         for number, path in following.items():
@@ -164,7 +192,7 @@ class CheckpointWatch:
             if not any(self._problem(other) is None for other in later):
                 self.waiting_for = problem
                 return None
-            if self._settling.unchanged_s(path) < ABANDONED_S:
+            if self._settled.unchanged_s(path) < ABANDONED_S:
                 self.waiting_for = problem
                 return None
             logger.warning("%s; it is left out, because a later folder is complete", problem)
@@ -175,7 +203,7 @@ class CheckpointWatch:
         """Why a folder is not complete; None if it is."""
         try:
             names = {file.name for file in path.iterdir()}
-            is_settled = self._settling.is_settled(path)
+            is_settled = self._settled.is_settled(path)
             for marker in (self._marker, _FINISHED if _STARTED in names else None):
                 if marker is not None and marker not in names:
                     return f"{path} has no {marker} yet"
@@ -185,24 +213,16 @@ class CheckpointWatch:
         return None if is_settled else f"the files in {path} have changed within the last seconds"
 
     def _publish(self, publisher: FeedPublisher, number: int, path: Path) -> Publication:
-        checkpoint = open_checkpoint(path)
-        publisher.files, publisher.needs_files = companion_files(checkpoint, trust_code=self._trust_code), True
-        try:
-            publication = publisher.publish(checkpoint.weights, step=number, extra={NUMBER: str(number)})
-        except InvalidInputError as error:
-            raise MismatchError(f"{path}: {error.message}", rule="watch.layout", hint=error.hint) from error
+        publication = self._publish_weights(
+            publisher,
+            open_checkpoint(path),
+            step=number,
+            extra={NUMBER: str(number)},
+            rule="watch.layout",
+            trust_code=self._trust_code,
+        )
         publication.wait()
         return publication
-
-    def _open(self) -> FeedPublisher:
-        if self._publisher is None:
-            store = self._resources.enter_context(opened(self._feed))
-            self._last(Log(store).head())
-            publisher = FeedPublisher(store, self._options)
-            self._resources.callback(publisher.close)
-            publisher.open()
-            self._publisher = publisher
-        return self._publisher
 
     def _last(self, head: Manifest | None) -> int | None:
         """The number of the folder that was published last."""

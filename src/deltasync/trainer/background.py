@@ -1,28 +1,79 @@
-"""Skips, written by a publisher while its publications go on.
-
-The compactor reads the feed like any other one: it shares nothing with the shadow, and no publication waits for it. If
-its process ends at any point, the next one writes what is missing.
-"""
+"""What a publisher does for its feed in threads of its own, beside its publications: prune it, and write skips."""
 
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 
 from deltasync.errors import DeltasyncError, StoreError
 from deltasync.feed.compact import Compactor
+from deltasync.feed.prune import Pruner, Retention
 from deltasync.format.manifest import Manifest
 from deltasync.parallel import Pool
 from deltasync.store.protocol import ObjectInfo, Store, WrapperStore
+from deltasync.trainer.events import Observer, report_upkeep
 
 logger = logging.getLogger(__name__)
+
+
+class BackgroundPruner:
+    """Prunes about every `retention.every_s` seconds until `close`.
+
+    Publications do not wait for it, and it never fails them: an error is logged, and the next run tries again.
+    """
+
+    def __init__(self, store: Store, retention: Retention, *, observer: Observer | None = None) -> None:
+        self._url = store.url
+        self._pruner = Pruner(store, retention)
+        report_upkeep(observer, "pruner", self._pruner.upkeep)
+        self._every_s = retention.every_s
+        self._stop = threading.Event()
+        self._pool = Pool(1, "deltasync-prune")
+        self._reported: str | None = None
+        self._pool.start()
+        self._pool.submit(self._run).add_done_callback(self._continue)
+
+    def close(self) -> None:
+        """Stop before the next deletion, and wait for that."""
+        self._stop.set()
+        self._pool.shutdown()
+
+    def _run(self) -> None:
+        if self._stop.wait(self._every_s):
+            return
+        pruning, stay = self._pruner.run(is_stopping=self._stop.is_set)
+        if len(pruning.keys) > len(stay):
+            logger.info(
+                "pruned %s: %d objects, %d bytes of payloads; versions from %d on stay",
+                self._url,
+                len(pruning.keys) - len(stay),
+                pruning.payload_bytes,
+                pruning.floor,
+            )
+
+    def _continue(self, done: "Future[None]") -> None:
+        """Report an error, and begin the next run. The same error is reported once, until a run succeeds."""
+        error = done.exception()
+        if error is not None and str(error) != self._reported:
+            trace = None if isinstance(error, DeltasyncError) else error
+            logger.error("cannot prune %s, trying again: %s", self._url, error, exc_info=trace)
+        self._reported = None if error is None else str(error)
+        if not self._stop.is_set():
+            # The pool is shut down if `close` was called just now.
+            with suppress(RuntimeError):
+                self._pool.submit(self._run).add_done_callback(self._continue)
 
 
 class Skips:
     """Writes the skips of a feed in a worker thread. It needs memory for the weights of one version."""
 
-    def __init__(self, store: Store, levels: Sequence[int], *, retry_s: float) -> None:
+    def __init__(
+        self, store: Store, levels: Sequence[int], *, retry_s: float, observer: Observer | None = None
+    ) -> None:
         self._store = _Stoppable(store)
         self._compactor = Compactor(self._store, levels=levels, retry_s=retry_s)
+        report_upkeep(observer, "compactor", self._compactor.upkeep)
         self._lowest = levels[0]
         self._pool = Pool(1, "deltasync-skips")
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ MUTANTS = (
     Mutant(
         name="rollback-unnoticed",
         harm="A replica goes on serving a version that is no longer in the feed, and calls it the newest.",
-        path="src/deltasync/feed/head.py",
+        path="src/deltasync/feed/log.py",
         old="            return self._log.read(known.version).digest != known.digest\n",
         new="            return self._log.read(known.version).version != known.version\n",
         killers=("tests/unit/test_replica_divergence.py::test_one_advance_repairs_a_mirror_of_another_history",),
@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         name="target-believed",
         harm="A target that claims a version gets changes only, although it has other weights below them.",
-        path="src/deltasync/replica/follower.py",
+        path="src/deltasync/replica/proved.py",
         old="        if target.scrub(weights, range(len(weights.layout.tensors)), repair=False):\n",
         new="        if target.version is None:\n",
         killers=("tests/unit/test_replica_repairs.py::test_what_a_target_says_of_itself_is_proved",),
@@ -81,9 +81,9 @@ MUTANTS = (
     Mutant(
         name="unseen-counts-as-read-back",
         harm="A heartbeat reports a version as proved although parts of the live memory were never compared.",
-        path="src/deltasync/replica/follower.py",
-        old="        if not self._target.unseen_elements:\n            self._read_back = version, int(time.time())\n",
-        new="        self._read_back = version, int(time.time())\n",
+        path="src/deltasync/replica/proved.py",
+        old="        if not self._target.unseen_elements:\n            self.read_back = version, int(time.time())\n",
+        new="        self.read_back = version, int(time.time())\n",
         killers=("tests/unit/test_replica_loop.py::test_a_scrub_that_does_not_see_all_memory_proves_nothing",),
     ),
     Mutant(

@@ -8,8 +8,7 @@ import pytest
 from support.feeds import Feed, SpyStore
 from support.replicas import Moves, follower, following, quick, target_for
 
-from deltasync.feed.head import Head
-from deltasync.feed.log import Log
+from deltasync.feed.log import Head, Log
 from deltasync.format import keys
 
 __all__ = ["quick"]

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -37,6 +38,7 @@ from deltasync.replica.target import Staged
 from deltasync.store import local
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
+from deltasync.store.protocol import Data
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, never
 
 __all__ = ["quick"]
@@ -394,7 +396,7 @@ def test_scrub_does_not_repair_from_a_mirror_that_is_damaged() -> None:
     assert replica.status().counts.rebuilt == 1
     # Single tensors are compared with an unchecked mirror: it is checked before a repair.
     weights.arrays[weights.layout.ordinals["packed"]][0] ^= 1
-    assert replica._scrub(repair=True, tensors=range(7))
+    assert replica._proved.scrub(pinned=None, repair=True, tensors=range(7))
     assert target.holds(feed.states[1])
     assert replica.status().counts.rebuilt == 2
 
@@ -604,6 +606,44 @@ def test_no_heartbeat_where_there_is_no_feed(tmp_path: Path) -> None:
         with following(replica):
             wait_until(lambda: replica.error is not None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_heartbeat_has_the_digest_of_its_version() -> None:
+    """Also where another thread brings the target to the next version while the heartbeat is on its way."""
+
+    class Slow(MemoryStore):
+        meanwhile: Callable[[], None] | None = None
+
+        def get_range(self, key: str, offset: int, length: int) -> bytes:
+            if key.startswith(keys.REPLICAS) and self.meanwhile is not None:
+                meanwhile, self.meanwhile = self.meanwhile, None
+                meanwhile()
+            return super().get_range(key, offset, length)
+
+        def put(self, key: str, data: Data) -> None:
+            if key.startswith(keys.REPLICAS):
+                beat = Heartbeat.from_bytes(bytes(data))
+                written.append((beat.version, beat.facts.get("digest")))
+            super().put(key, data)
+
+    written: list[tuple[int | None, str | None]] = []
+    store = Slow()
+    feed = long_feed(2, store)
+    digests = {version: feed.log.read(version).digest.hex for version in range(2)}
+    with follower(store, target_for(feed), beat_s=0.0) as replica:
+        replica.advance(to=0)
+        # As a scrub does that finds the mirror ahead of the target: without a heartbeat before it.
+        other = threading.Thread(target=replica._proved.serve, args=(feed.log.read(1),))
+
+        def advance() -> None:
+            other.start()
+            wait_until(lambda: replica.status().version == 1)
+
+        store.meanwhile = advance
+        replica._beat()
+        other.join()
+    assert 1 in dict(written)
+    assert all(digest in (None, digests[version]) for version, digest in written if version is not None)
 
 
 @pytest.mark.parametrize("what", ["the folder", "all that is in it"])

@@ -18,10 +18,13 @@ from support.replicas import LONG_S, TorchTarget, follower, wait_until
 
 from deltasync import listener
 from deltasync.errors import InvalidInputError
+from deltasync.format import keys
 from deltasync.listener import parse_address
+from deltasync.metrics import exposition, listening, registered
 from deltasync.replica.events import Counts, Seconds, Status
 from deltasync.replica.hook import HookStatus
-from deltasync.replica.metrics import FollowerCollector, exposition, listening, no_version, register
+from deltasync.replica.metrics import FollowerCollector, no_version
+from deltasync.testing.faulty import Fault, FaultyStore
 
 Samples = dict[tuple[str, str], float]
 
@@ -36,7 +39,7 @@ def test_the_metrics_of_a_follower() -> None:
     feed = Feed.of(3)
     target = TorchTarget(feed.states[0].layout)
     with follower(feed.store, target) as replica:
-        metrics = exposition(replica.status)
+        metrics = exposition(FollowerCollector(replica.status))
         before = samples(metrics())
         first = replica.advance(to=1)
         second = replica.advance()
@@ -60,7 +63,7 @@ def test_the_metrics_of_a_follower() -> None:
 def test_every_count_has_a_metric() -> None:
     counts = Counts(**{field.name: 10 + i for i, field in enumerate(fields(Counts))})
     status = Status("r", 3, 5, 2, 3, None, False, True, None, "StoreError: away", counts, stale_s=4.5)
-    found = samples(exposition(lambda: status)())
+    found = samples(exposition(FollowerCollector(lambda: status))())
     totals = [value for (name, phase), value in found.items() if name.endswith("_total") and not phase]
     assert sorted(totals) == [10 + i for i in range(len(fields(Counts)))]
     assert found["deltasync_repaired_elements_total", ""] == counts.repaired
@@ -76,13 +79,24 @@ def test_damage_is_counted() -> None:
         replica.advance()
         target.state["embed"].view(-1)[3] += 1
         replica.scrub()
-        found = samples(exposition(replica.status)())
+        found = samples(exposition(FollowerCollector(replica.status))())
     assert found["deltasync_damaged_elements_total", ""] == found["deltasync_repaired_elements_total", ""] == 1
+
+
+def test_retries_are_counted(no_pauses: None) -> None:
+    store = FaultyStore(Feed.of(3).store)
+    with follower(store, TorchTarget(Feed.of(1).states[0].layout)) as replica:
+        replica.advance(to=1)
+        assert replica.status().counts.retries == 0
+        failing = iter([Fault("refuse"), Fault("refuse")])
+        store._plan = lambda operation: next(failing, None) if operation.key.startswith(keys.PAYLOADS) else None
+        replica.advance()
+        assert samples(exposition(FollowerCollector(replica.status))())["deltasync_retries_total", ""] == 2
 
 
 def test_the_registry_of_the_process() -> None:
     status = Status("r", 3, 5, 2, 3, None, False, True, None, None)
-    forget = register(lambda: status)
+    forget = registered(FollowerCollector(lambda: status))
     try:
         assert prometheus_client.REGISTRY.get_sample_value("deltasync_version") == 3
     finally:
@@ -94,10 +108,10 @@ def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     status = Status("r", None, None, None, None, None, False, False, None, None)
     with pytest.raises(InvalidInputError, match="prometheus-client") as caught:
-        exposition(lambda: status)
+        exposition(FollowerCollector(lambda: status))
     assert caught.value.hint == "pip install 'deltasync[metrics]'"
     with pytest.raises(ImportError):
-        register(lambda: status)
+        registered(FollowerCollector(lambda: status))
     assert FollowerCollector(lambda: status)
 
 
@@ -126,7 +140,7 @@ def has_ipv6() -> bool:
 def test_the_routes_of_a_listener(host: str) -> None:
     if ":" in host and not has_ipv6():
         pytest.skip("this host has no IPv6")
-    metrics = exposition(lambda: LISTENED)
+    metrics = exposition(FollowerCollector(lambda: LISTENED))
     with listening(lambda: LISTENED, host, 0, token="t", metrics=metrics) as url:
         address = url.removeprefix("http://")
         code, content = ask(address, "GET", "/status", "t")
@@ -185,11 +199,11 @@ def test_why_it_is_not_ready(fields: dict[str, Any], ready_s: float | None, reas
 
 def test_the_metrics_of_a_command() -> None:
     hook = HookStatus()
-    found = samples(exposition(lambda: LISTENED, lambda: hook)())
+    found = samples(exposition(FollowerCollector(lambda: LISTENED, lambda: hook))())
     assert ("deltasync_exec_version", "") not in found
     assert found["deltasync_exec_failing", ""] == found["deltasync_exec_failures_total", ""] == 0
     hook = HookStatus(2, 3, 1, "failed", failures=4)
-    found = samples(exposition(lambda: LISTENED, lambda: hook)())
+    found = samples(exposition(FollowerCollector(lambda: LISTENED, lambda: hook))())
     assert found["deltasync_exec_version", ""] == 2
     assert (found["deltasync_exec_failing", ""], found["deltasync_exec_failures_total", ""]) == (1, 4)
 

@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.feeds import Feed, same_weights
-from support.publishing import LONG_S
+from support.feeds import LONG_S, Feed, same_weights
 from support.replicas import TorchTarget, follower, long_feed
 
 from deltasync import blocks
@@ -351,15 +350,14 @@ def test_an_anchor_is_written_while_its_last_shard_arrives(
     assert len(manifest.payloads) > 2
     store = LateStore(feed.store, manifest)
     mirror = Mirror(Log(store), path=tmp_path / "mirror" if is_mapped else None)
-    overwrite, versions = mirror._overwrite, []
+    restore_block, versions = blocks.restore_block, []
 
-    def noted(weights: Weights, changes: Changes) -> list[Changes]:
-        result = overwrite(weights, changes)
+    def noted(weights: Weights, block: Block) -> None:
+        restore_block(weights, block)
         versions.append(mirror.version)
         store.is_ready.set()
-        return result
 
-    monkeypatch.setattr(mirror, "_overwrite", noted)
+    monkeypatch.setattr(blocks, "restore_block", noted)
     monkeypatch.setattr(mirror_module, "require_digest", lambda edge, weights: versions.append(mirror.version))
     mirror.advance(manifest, any_layout)
     assert store.was_in_time

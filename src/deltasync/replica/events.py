@@ -63,7 +63,8 @@ class Counts:
     `moves`: advances of the target. `nbytes`: bytes fetched for them. `refetched`: payloads that arrived damaged and
     were fetched again. `rerouted`: edges that could not be used. `rebuilt`: mirrors that had other bits than their
     version. `scrubbed`: elements compared with the mirror; `damaged` of them differed, `repaired` were overwritten.
-    `failures`: advances that failed. `heartbeat_failures`: heartbeats that could not be written.
+    `failures`: advances that failed. `heartbeat_failures`: heartbeats that could not be written. `retries`: reads of
+    the store that were made again.
     """
 
     moves: int = 0
@@ -76,6 +77,7 @@ class Counts:
     repaired: int = 0
     failures: int = 0
     heartbeat_failures: int = 0
+    retries: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,9 +92,9 @@ class FolderTarget:
 
         def fill(new: Weights) -> None:
             if staged.changes is None:
-                _copy(weights, new)
+                new.copy_from(weights)
                 return
-            _copy(open_checkpoint(self._path).weights, new)
+            new.copy_from(open_checkpoint(self._path).weights)
             for changes in staged.changes:
                 overwrite(new, changes)
 
@@ -153,7 +153,7 @@ class FolderTarget:
         if repair and any(counts.values()):
             mapped = map_files(checkpoint.files, writable=True)
             for i in (i for i, count in counts.items() if count):
-                mapped.weights.arrays[i][:] = weights.arrays[i]
+                mapped.weights.write_run(i, 0, weights.arrays[i])
             mapped.flush()
         return [Damage(specs[i].name, count) for i, count in counts.items() if count]
 
@@ -217,8 +217,3 @@ def _recorded(folder: Path) -> int | None:
         return read_sealed(data, "folder", ("version", "digest")).count("version")
     except (CorruptError, FormatError, OSError):
         return None
-
-
-def _copy(source: Weights, target: Weights) -> None:
-    for before, after in zip(source.arrays, target.arrays, strict=True):
-        after[:] = before

@@ -4,29 +4,22 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 from deltasync import arguments
-from deltasync.errors import CorruptError, DeltasyncError, InvalidInputError, NotFoundError, StoreError
-from deltasync.feed.head import Head
-from deltasync.feed.log import Log
-from deltasync.feed.replay import find_files
+from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError, StoreError
+from deltasync.feed.log import Head, Log
 from deltasync.files import locked
-from deltasync.format.digest import StateDigest
-from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Weights
 from deltasync.parallel import Pool, ProcessBound
 from deltasync.replica.events import Advance, Counts, Observer, Seconds, Status
 from deltasync.replica.loop import BEAT_S, SCRUB_S, Heartbeats, Loop, ScrubSchedule, new_replica_id
-from deltasync.replica.mirror import Handoff, Mirror
-from deltasync.replica.target import STAGED_DIGEST, Damage, Staged, Target
+from deltasync.replica.mirror import Mirror
+from deltasync.replica.proved import ProvedTarget
+from deltasync.replica.target import Damage, Target
 from deltasync.store import Feed, opened
 from deltasync.store.retry import RetryingStore
 from deltasync.tracing import VersionTracer
@@ -83,18 +76,21 @@ class Follower(ProcessBound):
         self._store = self._resources.enter_context(opened(feed))
         self._log = Log(self._store)
         self._counts = Counts()
-        patient = Log(RetryingStore(self._store, limit_s=_PATIENCE_S))
-        # One lock guards both the mirror and the target. While the target takes changes, the mirror is lent to the
-        # thread that reads ahead: `_reading` is done before the lock is released, or the mirror is used again.
+        self._patient = RetryingStore(self._store, limit_s=_PATIENCE_S)
+        # One lock guards both the mirror and the target, until what is read ahead is there, too.
         self._lock = threading.RLock()
-        self._reading: Future[None] | None = None
-        self._mirror = Mirror(patient, path=mirror_path, base=base_path, counts=self._counts)
+        self._mirror = Mirror(Log(self._patient), path=mirror_path, base=base_path, counts=self._counts)
         self._target = target
-        self._proved: tuple[int, StateDigest] | None = None
-        """The version whose bits the target is known to have, and their digest."""
+        self._proved = ProvedTarget(
+            target,
+            self._mirror,
+            self._counts,
+            trust_code=trust_code,
+            newest=self._newest,
+            on_advance=self._report,
+        )
         self._heartbeats = None if beat_s is None else Heartbeats(self._log, self.replica, beat_s=beat_s)
         self._observer = observer
-        self._trust_code = trust_code
         self._schedule = None if scrub_s is None else ScrubSchedule(scrub_s)
         self._loop = Loop()
         self._thread: threading.Thread | None = None
@@ -114,18 +110,7 @@ class Follower(ProcessBound):
         self._tracer = VersionTracer(self._log.feed_id)
         self._seconds = Seconds()
         """The time of all advances."""
-        self._read_back: tuple[int, int] | None = None
-        """The version that was live when all weights were last compared, and the time of that."""
-        self._scrubbed_unix_s: int | None = None
         self._error: Exception | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def advance(self, *, to: int | None = None) -> Advance | None:
         """Bring the target to version `to`: by default the pinned one, else the newest. None if it is there already.
@@ -228,12 +213,13 @@ class Follower(ProcessBound):
         self._require_here()
         with self._lock:
             self._open()
-            return self._scrub(repair=repair)
+            return self._proved.scrub(pinned=self._pinned_version, repair=repair)
 
     def status(self) -> Status:
         """The present state. Never blocks."""
         self._require_here()
         head, served, confirmed = self._head.manifest, self._served, self._confirmed
+        read_back = self._proved.read_back
         return Status(
             replica=self.replica,
             version=served,
@@ -247,11 +233,13 @@ class Follower(ProcessBound):
             error=None if self._error is None else f"{type(self._error).__name__}: {self._error}",
             stale_s=None if confirmed is None or confirmed[0] != served else time.monotonic() - confirmed[1],
             counts=replace(
-                self._counts, heartbeat_failures=0 if self._heartbeats is None else self._heartbeats.failures
+                self._counts,
+                heartbeat_failures=0 if self._heartbeats is None else self._heartbeats.failures,
+                retries=self._patient.retries,
             ),
-            proved_version=None if self._read_back is None else self._read_back[0],
-            proved_unix_s=None if self._read_back is None else self._read_back[1],
-            scrubbed_unix_s=self._scrubbed_unix_s,
+            proved_version=None if read_back is None else read_back[0],
+            proved_unix_s=None if read_back is None else read_back[1],
+            scrubbed_unix_s=self._proved.scrubbed_unix_s,
             unseen_elements=self._target.unseen_elements,
             heartbeat_problem=None if self._heartbeats is None else self._heartbeats.problem,
             polled_s=None if self._polled_at_s is None else time.monotonic() - self._polled_at_s,
@@ -272,7 +260,7 @@ class Follower(ProcessBound):
             if self._is_closed:
                 return
             self._is_closed = True
-            self._take_back_mirror()
+            self._proved.take_back_mirror()
             if self._heartbeats is not None:
                 self._heartbeats.leave()
             self._resources.close()
@@ -300,7 +288,9 @@ class Follower(ProcessBound):
             if not self._is_paused and self._advance(ahead=ahead) is not None:
                 return True
             if self._schedule is not None:
-                self._scrub_some(self._schedule)
+                with self._lock:
+                    if not self._is_closed:
+                        self._proved.scrub_due(self._schedule, pinned=self._pinned_version)
             return False
         except StoreError as error:
             is_refused = not error.transient
@@ -338,21 +328,22 @@ class Follower(ProcessBound):
     def _pinned_version(self) -> int | None:
         return None if self._pinned is None else self._pinned.version
 
-    # Advancing: mirror first, then target
+    def _newest(self) -> Manifest | None:
+        """The version to read ahead to."""
+        return None if self._is_paused or self._loop.is_stopping else self._goal(None)
 
     def _advance(self, *, to: int | None = None, ahead: Pool | None = None) -> Advance | None:
         with self._lock:
             try:
                 self._open()
-                self._prove_target()
+                self._proved.prove()
                 polled_at_s = time.monotonic()
                 goal = self._goal(to)
-                # The mirror may be ahead of the target: the target's next advance leads there.
-                is_there = self._is_proved_at(goal.version) and self._proved == (goal.version, goal.digest)
+                is_there = self._proved.is_at(goal)
                 if not is_there:
                     # Before a long fetch: a replica that may not write its heartbeat says so at its start.
                     self._beat()
-                advanced = None if is_there else self._serve(goal, ahead)
+                advanced = None if is_there else self._proved.serve(goal, ahead)
             except Exception as error:
                 self._error = error
                 self._counts.failures += 1
@@ -369,7 +360,7 @@ class Follower(ProcessBound):
     def _open(self) -> None:
         """Make the mirror ready for use: its file is locked at the first one."""
         # An observer may call back while the mirror is read ahead.
-        self._take_back_mirror()
+        self._proved.take_back_mirror()
         if self._is_closed:
             raise InvalidInputError("this follower is closed", hint="create a new one")
         if not self._is_open and self._mirror.path is not None:
@@ -377,120 +368,16 @@ class Follower(ProcessBound):
             self._resources.enter_context(locked(self._mirror.path))
         self._is_open = True
 
-    def _is_proved_at(self, version: int | None) -> bool:
-        return self._proved is not None and self._proved[0] == self._target.version == version
-
-    def _prove_target(self) -> None:
-        """If the target claims the mirror's version without proof, compare them. A wrong claim means all weights."""
-        self._mirror.open()
-        mirror, weights, target = self._mirror, self._mirror.weights, self._target
-        if self._proved is not None or weights is None or mirror.version is None or mirror.digest is None:
-            return
-        if target.version != mirror.version:
-            return
-        target.require(weights.layout)
-        if target.scrub(weights, range(len(weights.layout.tensors)), repair=False):
-            logger.warning("the target claims version %d but has other bits: it is rewritten", mirror.version)
-            return
-        self._proved = mirror.version, mirror.digest
-        self._note_read_back(mirror.version)
-        mirror.hand_off()
-
-    def _serve(self, goal: Manifest, ahead: Pool | None = None) -> Advance:
-        """Bring the mirror and then the target to a version; read ahead in the meantime, where that is possible."""
-        self._mirror.advance(goal, self._target.require)
-        staged, handoff = self._prepare(goal)
-        if ahead is not None and staged.changes is not None and not self._target.reads_mirror:
-            self._reading = ahead.submit(self._read_ahead, staged.weights.layout)
-        try:
-            return self._deliver(staged, handoff)
-        except CorruptError as error:
-            if error.rule != STAGED_DIGEST:
-                raise
-            logger.warning("the target is rewritten with all weights: %s", error)
-        finally:
-            self._take_back_mirror()
-        return self._rewrite(goal)
-
-    def _rewrite(self, goal: Manifest) -> Advance:
-        """Bring the target to a version, or to a later one that was read ahead, with all weights of a proved mirror."""
-        mirror = self._mirror
-        if not mirror.is_sound():
-            mirror.discard()
-        if mirror.version is not None and mirror.version != goal.version:
-            goal = mirror.log.read(mirror.version)
-        mirror.advance(goal, self._target.require)
-        return self._deliver(*self._prepare(goal))
-
-    def _take_back_mirror(self) -> None:
-        """Wait until the mirror is no longer read ahead. The next step meets any error of that again."""
-        if self._reading is not None:
-            wait([self._reading])
-            self._reading = None
-
-    def _read_ahead(self, layout: Layout) -> None:
-        """Bring only the mirror to the newest version. A version of another layout has to wait for the target."""
-        if self._is_paused or self._loop.is_stopping:
-            return
-        require = partial(Layout.require_equal, layout, ours="the mirror", theirs="the feed")
-        try:
-            self._mirror.advance(self._goal(None), require)
-        except DeltasyncError as error:
-            # The next step meets the same error, and reports it.
-            logger.debug("cannot read ahead: %s", error)
-
-    def _prepare(self, goal: Manifest) -> tuple[Staged, Handoff]:
-        """What the target needs to become the version that the mirror holds."""
-        weights, handoff = self._require_weights(), self._mirror.hand_off()
-        changes = None if handoff.changes is None else tuple(handoff.changes)
-        if handoff.start is None or not self._is_proved_at(handoff.start):
-            changes = None
-        if changes is None:
-            self._target.require(weights.layout)
-        staged = Staged(
-            manifest=goal,
-            changes=changes,
-            start=None if changes is None else handoff.start,
-            weights=weights,
-            path=self._mirror.path,
-            files=partial(find_files, self._mirror.log, goal, trust_code=self._trust_code),
-            edges=len(handoff.edges),
-        )
-        return staged, handoff
-
-    def _deliver(self, staged: Staged, handoff: Handoff) -> Advance:
-        """Stage and commit, and report it. If the target fails, it gets all weights the next time."""
-        before, self._proved = self._target.version, None
-        began = time.perf_counter()
-        is_read_back = self._target.stage(staged)
-        staged_at = time.perf_counter()
-        pause_s = self._target.commit(staged)
-        seconds = Seconds(
-            plan=handoff.plan_s,
-            fetch=handoff.fetch_s,
-            decode=handoff.decode_s,
-            stage=staged_at - began,
-            commit=time.perf_counter() - staged_at,
-            pause=pause_s,
-        )
-        self._proved = staged.version, staged.manifest.digest
-        if is_read_back:
-            self._note_read_back(staged.version)
-        changed = None if staged.changes is None else handoff.changed
-        committed_unix_s = staged.manifest.created_unix_s
-        edges = tuple(handoff.edges)
-        advanced = Advance(before, staged.version, edges, handoff.nbytes, changed, seconds, committed_unix_s)
-        self._counts.moves += 1
-        self._counts.nbytes += advanced.nbytes
+    def _report(self, advanced: Advance) -> None:
+        """Report an advance to the log, the tracer, those who wait, the observer and the feed."""
         self._last, self._live_unix_ms = advanced, int(1000 * time.time())
-        self._seconds += seconds
+        self._seconds += advanced.seconds
         logger.info("%s", advanced)
         self._trace(advanced)
-        self._set_served(staged.version)
+        self._set_served(advanced.version)
         if self._observer is not None:
             self._observer(advanced)
         self._beat()
-        return advanced
 
     def _trace(self, advanced: Advance) -> None:
         """Record the span of the version that went live."""
@@ -509,101 +396,32 @@ class Follower(ProcessBound):
             },
         )
 
-    def _require_weights(self) -> Weights:
-        if self._mirror.weights is None or self._mirror.version is None:
-            raise InvalidInputError("there is nothing to compare with yet", hint="advance first")
-        return self._mirror.weights
-
     def _set_served(self, version: int | None) -> None:
         with self._changed:
             self._served = version
             self._changed.notify_all()
-
-    # Scrubbing
-
-    def _scrub_some(self, schedule: ScrubSchedule) -> None:
-        """Compare the tensors that are due, and check the mirror once in each round."""
-        with self._lock:
-            if self._is_closed or None in (self._mirror.version, self._target.version):
-                return
-            weights = self._require_weights()
-            due = schedule.due([spec.elements for spec in weights.layout.tensors])
-            if 0 in due:
-                self._prove_mirror()
-            if due:
-                self._scrub(repair=True, tensors=due)
-                if len(weights.layout.tensors) - 1 in due and not self._target.reads_mirror:
-                    self._scrubbed_unix_s = int(time.time())
-
-    def _note_read_back(self, version: int) -> None:
-        if not self._target.unseen_elements:
-            self._read_back = version, int(time.time())
-
-    def _scrub(self, *, repair: bool, tensors: Sequence[int] | None = None) -> list[Damage]:
-        """Compare the live weights of these tensors, by default of all, with the mirror, and repair those that differ.
-
-        The target and the mirror are brought to the same version first: the mirror's, or the pinned one. The mirror
-        itself is checked by its digest before all weights are compared, and before any are repaired.
-        """
-        self._prove_target()
-        self._require_weights()
-        wanted = self._mirror.version if self._pinned is None else self._pinned.version
-        if self._mirror.version != wanted or not self._is_proved_at(wanted):
-            assert wanted is not None
-            self._serve(self._mirror.log.read(wanted))
-        if tensors is None:
-            self._prove_mirror()
-        weights = self._require_weights()
-        tensors = range(len(weights.layout.tensors)) if tensors is None else tensors
-        damages = self._target.scrub(weights, tensors, repair=False)
-        elements = sum(damage.elements for damage in damages)
-        self._counts.scrubbed += sum(weights.layout.tensors[i].elements for i in tensors)
-        self._counts.damaged += elements
-        for damage in damages:
-            logger.warning("version %s: %d elements of %r differ", wanted, damage.elements, damage.tensor)
-        if not damages and len(tensors) == len(weights.layout.tensors) and wanted is not None:
-            self._note_read_back(wanted)
-        if damages and repair:
-            if self._prove_mirror():
-                self._target.scrub(weights, tensors, repair=True)
-                if self._target.version is None and wanted is not None:
-                    # The target cannot repair single tensors: it gets all weights.
-                    self._serve(self._mirror.log.read(wanted))
-            self._counts.repaired += elements
-        return damages
-
-    def _prove_mirror(self) -> bool:
-        """Check the mirror by its digest. If that is wrong, rebuild the mirror and rewrite the target from it.
-
-        A change is relative to the mirror, so a bit that flipped there can reach the target unnoticed.
-        """
-        mirror = self._mirror
-        if mirror.version is None or mirror.is_sound():
-            return True
-        # The mirror may be ahead of the target, which stays at its version.
-        version = mirror.version if self._target.version is None else self._target.version
-        self._proved = None
-        mirror.discard()
-        self._serve(mirror.log.read(version))
-        return False
 
     # Heartbeats
 
     def _beat(self) -> None:
         # Not into a place that has no feed: its name may be a typo.
         if self._heartbeats is not None and self._head.manifest is not None:
-            self._heartbeats.beat(self._target.version, self._facts)
+            # The facts are read later, after a request: by then the target may be at another version.
+            version = self._target.version
+            self._heartbeats.beat(version, partial(self._facts, version))
 
-    def _facts(self) -> Mapping[str, str]:
+    def _facts(self, version: int | None) -> Mapping[str, str]:
+        """What a heartbeat says beside the version."""
         facts, lag = {"engine": self._target.engine}, self.status().lag
         if lag is not None:
             facts["lag"] = str(lag)
-        if self._proved is not None and self._proved[0] == self._target.version:
-            facts["digest"] = self._proved[1].hex
-        if self._read_back is not None:
-            facts |= {"proved_version": str(self._read_back[0]), "proved_unix_s": str(self._read_back[1])}
-        if self._scrubbed_unix_s is not None:
-            facts["scrubbed_unix_s"] = str(self._scrubbed_unix_s)
+        proved = self._proved
+        if (digest := proved.digest_of(version)) is not None:
+            facts["digest"] = digest.hex
+        if proved.read_back is not None:
+            facts |= {"proved_version": str(proved.read_back[0]), "proved_unix_s": str(proved.read_back[1])}
+        if proved.scrubbed_unix_s is not None:
+            facts["scrubbed_unix_s"] = str(proved.scrubbed_unix_s)
         if self._target.unseen_elements:
             facts["unseen_elements"] = str(self._target.unseen_elements)
         if self._last is not None:

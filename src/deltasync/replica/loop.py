@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_FIRST_S = 0.1
 _POLL_MOST_S = 2.0
+_POLL_SHARE = 1 / 4
+"""Polls are this share of the time apart that is left until the next version is expected, or that it is overdue."""
 _OUTAGE_MOST_S = 5.0
 
 
@@ -74,6 +76,7 @@ class Loop:
 
     def _run(self, step: Callable[[], bool], on_error: Callable[[Exception | None], None]) -> None:
         pause_s, has_worked = _POLL_FIRST_S, False
+        cadence = Cadence()
         failing: type[Exception] | None = None
         while not self._stop.is_set():
             self._wake.clear()
@@ -93,11 +96,34 @@ class Loop:
                 if failing is not None:
                     logger.warning("following again")
                     on_error(None)
-                pause_s = _POLL_FIRST_S if is_new or failing is not None else min(2 * pause_s, _POLL_MOST_S)
+                pause_s = _POLL_FIRST_S if is_new or failing is not None else cadence.pause_s(2 * pause_s)
                 failing, has_worked = None, True
                 if is_new:
+                    cadence.note()
                     continue
             self._wake.wait(pause_s)
+
+
+class Cadence:
+    """When to poll next, from the time between the last two versions: often only around the time of the next one."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last_s: float | None = None
+        self._interval_s: float | None = None
+
+    def note(self) -> None:
+        """A version has just arrived."""
+        now_s = self._clock()
+        if self._last_s is not None:
+            self._interval_s = now_s - self._last_s
+        self._last_s = now_s
+
+    def pause_s(self, default_s: float) -> float:
+        """Seconds until the next poll; `default_s`, within the same limits, if there is no interval yet."""
+        if self._last_s is not None and self._interval_s is not None:
+            default_s = _POLL_SHARE * abs(self._last_s + self._interval_s - self._clock())
+        return min(_POLL_MOST_S, max(_POLL_FIRST_S, default_s))
 
 
 def _is_final(error: Exception, *, has_worked: bool, is_again: bool) -> bool:

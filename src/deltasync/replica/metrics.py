@@ -1,15 +1,11 @@
-"""A follower over HTTP: its health, whether it is ready, its status, and metrics for Prometheus (extra `metrics`)."""
+"""Metrics of a follower for Prometheus (extra `metrics`), and whether it is ready."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from deltasync import listener
-from deltasync.errors import InvalidInputError
-from deltasync.listener import Request, Response
+from deltasync.metrics import counter, gauge
 from deltasync.replica.events import Status
 from deltasync.replica.hook import HookStatus
 
@@ -26,6 +22,7 @@ _COUNTERS = {
     "damaged": ("damaged_elements", "Elements that differed from the mirror."),
     "repaired": ("repaired_elements", "Elements that differed and were overwritten."),
     "failures": ("failures", "Moves that failed."),
+    "retries": ("retries", "Reads of the store that were made again."),
     "heartbeat_failures": ("heartbeat_failures", "Heartbeats that could not be written."),
 }
 """Name and description of the counter for each field of `Counts`."""
@@ -39,8 +36,6 @@ class FollowerCollector:
         self._hook = hook
 
     def collect(self) -> "Iterator[Metric]":
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         status = self._status()
         live = status.last if status.last is not None and status.last.version == status.version else None
         committed_unix_s = None if live is None else live.committed_unix_s
@@ -59,95 +54,21 @@ class FollowerCollector:
             ),
         )
         for name, description, value in gauges:
-            gauge = GaugeMetricFamily(f"deltasync_{name}", description)
-            if value is not None:
-                gauge.add_metric([], value)
-            yield gauge
-        seconds = GaugeMetricFamily("deltasync_last_move_seconds", "Time of the last move, by phase.", labels=["phase"])
-        for phase, value_s in {} if status.last is None else asdict(status.last.seconds).items():
-            seconds.add_metric([phase], value_s)
-        yield seconds
-        phases = CounterMetricFamily("deltasync_move_seconds", "Time of all moves, by phase.", labels=["phase"])
-        for phase, value_s in asdict(status.seconds).items():
-            phases.add_metric([phase], value_s)
-        yield phases
+            yield gauge(name, description, value)
+        last = {} if status.last is None else asdict(status.last.seconds)
+        for make, name, description, seconds in (
+            (gauge, "last_move_seconds", "Time of the last move, by phase.", last),
+            (counter, "move_seconds", "Time of all moves, by phase.", asdict(status.seconds)),
+        ):
+            yield make(name, description, {(phase,): value_s for phase, value_s in seconds.items()}, ("phase",))
         for field, total in asdict(status.counts).items():
             name, description = _COUNTERS[field]
-            yield CounterMetricFamily(f"deltasync_{name}", description, value=total)
+            yield counter(name, description, total)
         if self._hook is not None:
             hook = self._hook()
-            gauge = GaugeMetricFamily("deltasync_exec_version", "The version that the command last succeeded for.")
-            if hook.version is not None:
-                gauge.add_metric([], hook.version)
-            yield gauge
-            yield GaugeMetricFamily("deltasync_exec_failing", "1 while the command fails.", value=int(hook.is_failing))
-            yield CounterMetricFamily("deltasync_exec_failures", "Runs of the command that failed.", hook.failures)
-
-
-def register(status: Callable[[], Status]) -> Callable[[], None]:
-    """Add a follower to the registry of this process, which vLLM serves; the result removes it again."""
-    from prometheus_client import REGISTRY
-
-    collector = FollowerCollector(status)
-    REGISTRY.register(collector)
-    return lambda: REGISTRY.unregister(collector)
-
-
-def exposition(status: Callable[[], Status], hook: Callable[[], HookStatus] | None = None) -> Callable[[], bytes]:
-    """A function that returns the metrics of one follower as text. InvalidInputError without prometheus-client."""
-    try:
-        from prometheus_client import CollectorRegistry, generate_latest
-    except ImportError as error:
-        raise InvalidInputError(
-            "metrics need the package prometheus-client", hint="pip install 'deltasync[metrics]'"
-        ) from error
-    registry = CollectorRegistry()
-    registry.register(FollowerCollector(status, hook))
-    return lambda: generate_latest(registry)
-
-
-@contextmanager
-def listening(
-    status: Callable[[], Status],
-    host: str,
-    port: int,
-    *,
-    token: str | None = None,
-    metrics: Callable[[], bytes] | None = None,
-    why_not_ready: Callable[[], str | None] | None = None,
-    details: Callable[[], Mapping[str, Any]] = dict,
-) -> Iterator[str]:
-    """Serve `/healthz`, `/readyz`, `/status` and `/metrics` during the block; gives the URL. Port 0 takes a free one.
-
-    `why_not_ready` is asked for each `GET /readyz`; by default it is ready while a version is live. `details` are added
-    to the status. With a token, `/status` without it is 401; the others, which probes and scrapers read, need none.
-    InvalidInputError without a token if other hosts could reach the address.
-    """
-    not_ready = partial(no_version, status) if why_not_ready is None else why_not_ready
-
-    def respond(request: Request) -> Response:
-        asked = (request.method, request.path)
-        if asked == ("GET", "/healthz"):
-            return Response.json(200, {"healthy": True})
-        if asked == ("GET", "/readyz"):
-            # Without the reason, which may name the store: anyone may ask.
-            is_ready = not_ready() is None
-            return Response.json(200 if is_ready else 503, {"ready": is_ready, "version": status().version})
-        if asked == ("GET", "/metrics") and metrics is not None:
-            from prometheus_client import CONTENT_TYPE_LATEST
-
-            return Response(200, CONTENT_TYPE_LATEST, metrics())
-        if not request.is_allowed(token):
-            return Response.unauthorized()
-        if asked == ("GET", "/status"):
-            return Response.json(200, {**asdict(status()), "not_ready": not_ready(), **details()})
-        hint = "GET /healthz, /readyz, /status or /metrics"
-        if asked == ("GET", "/metrics"):
-            hint = "pip install 'deltasync[metrics]'"
-        return Response.json(404, {"error": {"kind": "not_found", "hint": hint}})
-
-    with listener.listening(respond, host, port, has_token=token is not None) as url:
-        yield url
+            yield gauge("exec_version", "The version that the command last succeeded for.", hook.version)
+            yield gauge("exec_failing", "1 while the command fails.", int(hook.is_failing))
+            yield counter("exec_failures", "Runs of the command that failed.", hook.failures)
 
 
 def no_version(status: Callable[[], Status], *, ready_s: float | None = None) -> str | None:

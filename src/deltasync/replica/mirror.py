@@ -32,7 +32,7 @@ from deltasync.feed.replay import (
     with_fallback,
     zeros,
 )
-from deltasync.files import remove_abandoned_files, temporary_beside
+from deltasync.files import locked, remove_abandoned_files, temporary_beside
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout
@@ -42,6 +42,8 @@ from deltasync.format.sealed import FORMAT, read_sealed, sealed
 from deltasync.format.weights import Changes, Region, Runs, Weights
 from deltasync.parallel import each
 from deltasync.replica.events import Counts
+from deltasync.store import Feed, opened
+from deltasync.store.retry import RetryingStore
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,11 @@ WHOLE_SHARE = 4
 
 _ATTEMPTS = 2
 """How often one advance may find that the mirror lost its bits."""
+
+_WAIT_S = 3600.0
+"""How long to wait for another process that fills the same mirror: as long as a large model takes to fetch."""
+_PATIENCE_S = 60.0
+"""How long a read is retried while a mirror is filled."""
 
 Require = Callable[[Layout], None]
 """Raises MismatchError for a layout that the target cannot take."""
@@ -329,8 +336,10 @@ class Mirror:
     ) -> None:
         """An anchor or a base is written as it arrives: the mirror is of no version until its digest is checked."""
         with self.writing(edge.end, edge.manifest.digest, resume=bool(applied)):
-            use = partial(self._overwrite, weights)
-            for differing, ref in decode_edge(edge, payloads, weights, use, base=base, applied=applied):
+            use, in_place = partial(self._overwrite, weights), self._handoff.changes is None
+            for differing, ref in decode_edge(
+                edge, payloads, weights, use, base=base, applied=applied, in_place=in_place
+            ):
                 for changes in differing:
                     self._collect(changes, weights)
                 if ref is not None:
@@ -398,6 +407,32 @@ class Mirror:
             with temporary_beside(_record_path(self.path)) as temporary:
                 temporary.write_bytes(record.to_bytes())
                 os.replace(temporary, _record_path(self.path))
+
+
+def fill_mirror(feed: Feed, path: Path, *, base: Path | None = None, version: int | None = None) -> int:
+    """Bring the mirror in a file to a version, before an engine loads its weights, and return the version.
+
+    By default a version that the mirror holds is kept, and an empty mirror gets the newest one. What the mirror holds
+    is proved by its digest. Several processes may fill one mirror: one does it, and the others wait.
+    """
+    if _is_locked(path):
+        logger.info("waiting for the process that fills the mirror %s", path)
+    with opened(feed) as store, locked(path, wait_s=_WAIT_S):
+        mirror = Mirror(Log(RetryingStore(store, limit_s=_PATIENCE_S)), path=path, base=base)
+        mirror.open()
+        if mirror.version is None or version not in (None, mirror.version):
+            goal = mirror.log.require_head() if version is None else mirror.log.read(version)
+            mirror.advance(goal, lambda layout: None)
+        assert mirror.version is not None
+        return mirror.version
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with locked(path):
+            return False
+    except InvalidInputError:
+        return True
 
 
 def _record_path(path: Path) -> Path:

@@ -1,0 +1,242 @@
+"""A target and the mirror that its bits come from: advance both, compare them, repair the target."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+
+from deltasync.errors import CorruptError, DeltasyncError, InvalidInputError
+from deltasync.feed.replay import find_files
+from deltasync.format.digest import StateDigest
+from deltasync.format.layout import Layout
+from deltasync.format.manifest import Manifest
+from deltasync.format.weights import Weights
+from deltasync.parallel import Pool
+from deltasync.replica.events import Advance, Counts, Seconds
+from deltasync.replica.loop import ScrubSchedule
+from deltasync.replica.mirror import Handoff, Mirror
+from deltasync.replica.target import STAGED_DIGEST, Damage, Staged, Target
+
+logger = logging.getLogger(__name__)
+
+
+class ProvedTarget:
+    """Brings a target to versions through the mirror, and knows which version its bits are proved to have.
+
+    Nothing here is locked: one thread at a time may use it, and the mirror. While the target takes changes, the mirror
+    is lent to the thread that reads ahead, until the advance is done.
+
+    `newest`: the version to read ahead to; None if nothing should be read now.
+    `on_advance`: called with every advance, before the next one can start.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        mirror: Mirror,
+        counts: Counts,
+        *,
+        trust_code: bool,
+        newest: Callable[[], Manifest | None],
+        on_advance: Callable[[Advance], None],
+    ) -> None:
+        self.read_back: tuple[int, int] | None = None
+        """The version that was live when all weights were last compared, and the time of that."""
+        self.scrubbed_unix_s: int | None = None
+        self._target = target
+        self._mirror = mirror
+        self._counts = counts
+        self._trust_code = trust_code
+        self._newest = newest
+        self._on_advance = on_advance
+        self._proved: tuple[int, StateDigest] | None = None
+        """The version whose bits the target is known to have, and their digest."""
+        self._reading: Future[None] | None = None
+
+    def digest_of(self, version: int | None) -> StateDigest | None:
+        """The digest of a version, if the target is known to have its bits. This may be called from any thread."""
+        proved = self._proved
+        return None if proved is None or proved[0] != version else proved[1]
+
+    def is_at(self, goal: Manifest) -> bool:
+        """Whether the target is known to have the bits of this version. The mirror may be ahead of it."""
+        return self._proved == (goal.version, goal.digest) and self._target.version == goal.version
+
+    def _is_proved_at(self, version: int | None) -> bool:
+        return self._proved is not None and self._proved[0] == self._target.version == version
+
+    def prove(self) -> None:
+        """If the target claims the mirror's version without proof, compare them. A wrong claim means all weights."""
+        self._mirror.open()
+        mirror, weights, target = self._mirror, self._mirror.weights, self._target
+        if self._proved is not None or weights is None or mirror.version is None or mirror.digest is None:
+            return
+        if target.version != mirror.version:
+            return
+        target.require(weights.layout)
+        if target.scrub(weights, range(len(weights.layout.tensors)), repair=False):
+            logger.warning("the target claims version %d but has other bits: it is rewritten", mirror.version)
+            return
+        self._proved = mirror.version, mirror.digest
+        self._note_read_back(mirror.version)
+        mirror.hand_off()
+
+    def serve(self, goal: Manifest, ahead: Pool | None = None) -> Advance:
+        """Bring the mirror and then the target to a version; read ahead in the meantime, where that is possible."""
+        self._mirror.advance(goal, self._target.require)
+        staged, handoff = self._prepare(goal)
+        if ahead is not None and staged.changes is not None and not self._target.reads_mirror:
+            self._reading = ahead.submit(self._read_ahead, staged.weights.layout)
+        try:
+            return self._deliver(staged, handoff)
+        except CorruptError as error:
+            if error.rule != STAGED_DIGEST:
+                raise
+            logger.warning("the target is rewritten with all weights: %s", error)
+        finally:
+            self.take_back_mirror()
+        return self._rewrite(goal)
+
+    def _rewrite(self, goal: Manifest) -> Advance:
+        """Bring the target to a version, or to a later one that was read ahead, with all weights of a proved mirror."""
+        mirror = self._mirror
+        if not mirror.is_sound():
+            mirror.discard()
+        if mirror.version is not None and mirror.version != goal.version:
+            goal = mirror.log.read(mirror.version)
+        mirror.advance(goal, self._target.require)
+        return self._deliver(*self._prepare(goal))
+
+    def take_back_mirror(self) -> None:
+        """Wait until the mirror is no longer read ahead. The next step meets any error of that again."""
+        if self._reading is not None:
+            wait([self._reading])
+            self._reading = None
+
+    def _read_ahead(self, layout: Layout) -> None:
+        """Bring only the mirror to the newest version. A version of another layout has to wait for the target."""
+        require = partial(Layout.require_equal, layout, ours="the mirror", theirs="the feed")
+        try:
+            newest = self._newest()
+            if newest is not None:
+                self._mirror.advance(newest, require)
+        except DeltasyncError as error:
+            # The next step meets the same error, and reports it.
+            logger.debug("cannot read ahead: %s", error)
+
+    def _prepare(self, goal: Manifest) -> tuple[Staged, Handoff]:
+        """What the target needs to become the version that the mirror holds."""
+        weights, handoff = self._require_weights(), self._mirror.hand_off()
+        changes = None if handoff.changes is None else tuple(handoff.changes)
+        if handoff.start is None or not self._is_proved_at(handoff.start):
+            changes = None
+        if changes is None:
+            self._target.require(weights.layout)
+        staged = Staged(
+            manifest=goal,
+            changes=changes,
+            start=None if changes is None else handoff.start,
+            weights=weights,
+            path=self._mirror.path,
+            files=partial(find_files, self._mirror.log, goal, trust_code=self._trust_code),
+            edges=len(handoff.edges),
+        )
+        return staged, handoff
+
+    def _deliver(self, staged: Staged, handoff: Handoff) -> Advance:
+        """Stage and commit, and report it. If the target fails, it gets all weights the next time."""
+        before, self._proved = self._target.version, None
+        began = time.perf_counter()
+        is_read_back = self._target.stage(staged)
+        staged_at = time.perf_counter()
+        pause_s = self._target.commit(staged)
+        seconds = Seconds(
+            plan=handoff.plan_s,
+            fetch=handoff.fetch_s,
+            decode=handoff.decode_s,
+            stage=staged_at - began,
+            commit=time.perf_counter() - staged_at,
+            pause=pause_s,
+        )
+        self._proved = staged.version, staged.manifest.digest
+        if is_read_back:
+            self._note_read_back(staged.version)
+        changed = None if staged.changes is None else handoff.changed
+        committed_unix_s = staged.manifest.created_unix_s
+        edges = tuple(handoff.edges)
+        advanced = Advance(before, staged.version, edges, handoff.nbytes, changed, seconds, committed_unix_s)
+        self._counts.moves += 1
+        self._counts.nbytes += advanced.nbytes
+        self._on_advance(advanced)
+        return advanced
+
+    def _require_weights(self) -> Weights:
+        if self._mirror.weights is None or self._mirror.version is None:
+            raise InvalidInputError("there is nothing to compare with yet", hint="advance first")
+        return self._mirror.weights
+
+    def scrub_due(self, schedule: ScrubSchedule, *, pinned: int | None) -> None:
+        """Compare the tensors that are due, and check the mirror once in each round."""
+        if None in (self._mirror.version, self._target.version):
+            return
+        weights = self._require_weights()
+        due = schedule.due([spec.elements for spec in weights.layout.tensors])
+        if 0 in due:
+            self._prove_mirror()
+        if due:
+            self.scrub(pinned=pinned, repair=True, tensors=due)
+            if len(weights.layout.tensors) - 1 in due and not self._target.reads_mirror:
+                self.scrubbed_unix_s = int(time.time())
+
+    def _note_read_back(self, version: int) -> None:
+        if not self._target.unseen_elements:
+            self.read_back = version, int(time.time())
+
+    def scrub(self, *, pinned: int | None, repair: bool, tensors: Sequence[int] | None = None) -> list[Damage]:
+        """Compare the live weights of these tensors, by default of all, with the mirror, and repair those that differ.
+
+        The target and the mirror are brought to the same version first: the mirror's, or the pinned one. The mirror
+        itself is checked by its digest before all weights are compared, and before any are repaired.
+        """
+        self.prove()
+        self._require_weights()
+        wanted = self._mirror.version if pinned is None else pinned
+        if self._mirror.version != wanted or not self._is_proved_at(wanted):
+            assert wanted is not None
+            self.serve(self._mirror.log.read(wanted))
+        if tensors is None:
+            self._prove_mirror()
+        weights = self._require_weights()
+        tensors = range(len(weights.layout.tensors)) if tensors is None else tensors
+        damages = self._target.scrub(weights, tensors, repair=False)
+        elements = sum(damage.elements for damage in damages)
+        self._counts.scrubbed += sum(weights.layout.tensors[i].elements for i in tensors)
+        self._counts.damaged += elements
+        for damage in damages:
+            logger.warning("version %s: %d elements of %r differ", wanted, damage.elements, damage.tensor)
+        if not damages and len(tensors) == len(weights.layout.tensors) and wanted is not None:
+            self._note_read_back(wanted)
+        if damages and repair:
+            if self._prove_mirror():
+                self._target.scrub(weights, tensors, repair=True)
+                if self._target.version is None and wanted is not None:
+                    # The target cannot repair single tensors: it gets all weights.
+                    self.serve(self._mirror.log.read(wanted))
+            self._counts.repaired += elements
+        return damages
+
+    def _prove_mirror(self) -> bool:
+        """Check the mirror by its digest. If that is wrong, rebuild the mirror and rewrite the target from it.
+
+        A change is relative to the mirror, so a bit that flipped there can reach the target unnoticed.
+        """
+        mirror = self._mirror
+        if mirror.version is None or mirror.is_sound():
+            return True
+        # The mirror may be ahead of the target, which stays at its version.
+        version = mirror.version if self._target.version is None else self._target.version
+        self._proved = None
+        mirror.discard()
+        self.serve(mirror.log.read(version))
+        return False

@@ -1,19 +1,28 @@
 """A stand-in for an SGLang server: the routes of release 0.5.23 that concern weights, and what they do to its state.
 
 `TABLE` has every field of the bodies as that release declares them. A call that does not fit is answered with 422, as
-its own server does; in addition, fields that it does not know are refused here.
+its own server does; in addition, fields that it does not know are refused here. `workers` are torch models, which load
+what they are given as its workers do.
 """
 
+import base64
+import importlib
+import io
 import json
+import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
 
 from deltasync import digest
 from deltasync.checkpoint import open_checkpoint
+from deltasync.torch.live import as_tensor
 
 RELEASE = "0.5.23"
 
@@ -33,10 +42,45 @@ TABLE: dict[str, dict[str, tuple[tuple[type, ...], bool]]] = {
         "flush_cache": ((bool,), False),
         "manifest": ((dict, type(None)), False),
     },
+    "/begin_weight_update": {"selector": ((str,), False)},
+    "/end_weight_update": {},
+    "/update_weights_from_tensor": {
+        "serialized_named_tensors": ((list,), True),
+        "load_format": ((str, type(None)), False),
+        "flush_cache": ((bool,), False),
+        "abort_all_requests": ((bool,), False),
+        "weight_version": ((str, type(None)), False),
+        "selector": ((str,), False),
+        "torch_empty_cache": ((bool,), False),
+    },
+    "/update_weight_version": {"new_version": ((str,), True), "abort_all_requests": ((bool,), False)},
 }
 """The fields of each body: their types, and whether they are required."""
 
 MODES = ("abort", "retract", "in_place")
+
+GLOBALS = {
+    ("collections", "OrderedDict"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch.storage", "_load_from_bytes"),
+}
+"""Of the globals that the release allows in pickled tensors: those that tensors on the host need."""
+
+
+class Worker(Protocol):
+    """The model of one worker, with what the release does around loading."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
+
+    def pack(self) -> None:
+        """Process the weights after loading, and undo that."""
+        ...
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        assert (module, name) in GLOBALS, f"the release blocks {module}.{name}"
+        return super().find_class(module, name)
 
 
 class SglangStandIn:
@@ -54,6 +98,17 @@ class SglangStandIn:
         self.table = dict(TABLE)
         self.has_openapi = True
         self.url = ""
+        self.workers: list[Worker] = []
+        """By rank of a tensor-parallel group."""
+        self.facts: dict[str, Any] = {
+            "custom_weight_loader": [],
+            "dp_size": 1,
+            "pp_size": 1,
+            "speculative_algorithm": None,
+        }
+        self.is_session_open = False
+        self.restores = True
+        """Whether a session undoes what follows loading, as the release does for those weights that it packs."""
 
     def restart(self) -> None:
         """As a server that was started again."""
@@ -62,6 +117,8 @@ class SglangStandIn:
     def get(self, route: str) -> tuple[int, Any]:
         if route == "/model_info":
             return 200, {"model_path": "x", "weight_version": self.weight_version, "is_generation": True}
+        if route == "/server_info":
+            return 200, {"tp_size": len(self.workers), **self.facts}
         if route == "/openapi.json" and self.has_openapi:
             schemas = {
                 name.strip("/"): {"properties": {field: {} for field in fields}} for name, fields in self.table.items()
@@ -85,7 +142,43 @@ class SglangStandIn:
         if route == "/continue_generation":
             self.paused = None
             return 200, {"message": "Generation continued successfully.", "status": "ok"}
+        if route == "/update_weight_version":
+            self.weight_version = body["new_version"]
+            return 200, {"success": True, "message": "", "new_version": self.weight_version}
+        if route in ("/begin_weight_update", "/end_weight_update"):
+            return self._session(is_open=route == "/begin_weight_update")
+        if route == "/update_weights_from_tensor":
+            return self._call_loader(body)
         return self._load(body)
+
+    def _session(self, *, is_open: bool) -> tuple[int, Any]:
+        if self.is_session_open == is_open:
+            return 400, {
+                "success": False,
+                "message": f"a weight-update session is {'already' if is_open else 'not'} open",
+            }
+        for worker in self.workers if self.restores else ():
+            worker.pack()
+        self.is_session_open = is_open
+        return 200, {"success": True, "message": "Success"}
+
+    def _call_loader(self, body: dict[str, Any]) -> tuple[int, Any]:
+        """As the scheduler of each rank does. An exception of the loader ends the server."""
+        assert self.paused is not None, "weights were loaded while requests run"
+        assert self.is_session_open
+        assert body["load_format"] in self.facts["custom_weight_loader"]
+        assert len(body["serialized_named_tensors"]) == len(self.workers)
+        module, _, name = body["load_format"].rpartition(".")
+        loader = getattr(importlib.import_module(module), name)
+        for rank, (worker, data) in enumerate(zip(self.workers, body["serialized_named_tensors"], strict=True)):
+            named = _Unpickler(io.BytesIO(base64.b64decode(data, validate=True))).load()
+            with (
+                mock.patch("torch.distributed.is_initialized", return_value=True),
+                mock.patch("torch.distributed.get_rank", return_value=rank),
+            ):
+                loader(worker, named)
+        self.is_cache_flushed = body.get("flush_cache", True)
+        return 200, {"success": True, "message": "Success"}
 
     def _load(self, body: dict[str, Any]) -> tuple[int, Any]:
         assert self.paused is not None, "weights were loaded while requests run"
@@ -98,6 +191,13 @@ class SglangStandIn:
         assert (path / "config.json").exists()
         open_checkpoint(path)
         self.digest, self.is_cache_flushed = digest(path).hex, flushes
+        weights = open_checkpoint(path).weights
+        for worker in self.workers:
+            worker.load_weights(
+                (spec.name, as_tensor(spec, bits).clone())
+                for spec, bits in zip(weights.layout.tensors, weights.arrays, strict=True)
+            )
+            worker.pack()
         if body.get("weight_version") is not None and not self.forgets_label:
             self.weight_version = body["weight_version"]
         return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}

@@ -13,7 +13,8 @@ from deltasync import Follower
 from deltasync.cli import main as cli
 from deltasync.errors import EngineError, InvalidInputError
 from deltasync.feed.log import Log
-from deltasync.sglang import ROUTES, TOKEN, SglangTarget
+from deltasync.sglang import SglangTarget
+from deltasync.sglang.server import IN_PLACE_ROUTES, ROUTES, TOKEN
 from deltasync.store import open_store
 
 ROUND = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
@@ -46,7 +47,7 @@ class Clock:
 
 def test_every_route_and_field_that_is_used_is_in_the_table_of_the_release() -> None:
     assert RELEASE == "0.5.23"
-    for route, fields in ROUTES.items():
+    for route, fields in {**ROUTES, **IN_PLACE_ROUTES}.items():
         assert set(fields) <= set(TABLE[route])
 
 
@@ -101,7 +102,7 @@ def test_a_server_that_fails_is_reported_and_generates_on(
         elif failure == "other label":
             server.forgets_label = True
         else:
-            target._server = "http://127.0.0.1:9"
+            target._server.url = "http://127.0.0.1:9"
         with pytest.raises(EngineError) as error:
             follower.advance()
         expected = {
@@ -113,7 +114,7 @@ def test_a_server_that_fails_is_reported_and_generates_on(
         assert target.version is None
         assert server.paused is None
         assert [route for route, _ in server.calls] == ([] if failure == "gone" else ROUND)
-        server.refusal, server.forgets_label, target._server = None, False, server.url
+        server.refusal, server.forgets_label, target._server.url = None, False, server.url
         follower.advance()
         assert (target.version, server.digest) == (1, deltasync.digest(tmp_path / "c1").hex)
 

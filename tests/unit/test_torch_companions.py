@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.publishing import LONG_S, NEVER
+from support.feeds import LONG_S, NEVER
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (

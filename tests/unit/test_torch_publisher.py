@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.publishing import LONG_S, NEVER, Gate, Notes, holds
+from support.feeds import LONG_S, NEVER, Gate, Notes, holds
 from torch import nn
 
 from deltasync.errors import ConflictError, InvalidInputError

@@ -54,7 +54,7 @@ class _DeviceShadow:
 
     def note(self, blocks: list[Changes]) -> None:
         """Called in another thread when the shadow advances: the device is updated when it is used next."""
-        self._missed.append(blocks)
+        self._missed.append(list(blocks))
 
     def bits(self, runs: Runs) -> torch.Tensor:
         """The bits of some elements."""

@@ -1,9 +1,10 @@
-"""What checkpoint engines share: `HeldVersion`, one version as torch tensors, and the check of a base class."""
+"""What checkpoint engines share: `HeldVersion`, one version as torch tensors; the check of a base class; numbers."""
 
 import inspect
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -103,12 +104,26 @@ class HeldVersion:
             pause_s = min(2 * pause_s, _POLL_MOST_S)
 
 
+def publication_numbers(manifest: Manifest) -> dict[str, float]:
+    """What a version cost, for the log of a trainer."""
+    share = 1.0 if manifest.changed is None else manifest.changed / max(1, manifest.elements)
+    return {
+        "deltasync/version": float(manifest.version),
+        "deltasync/bytes": float(manifest.nbytes),
+        "deltasync/changed_share": share,
+    }
+
+
 def require_methods(base: type, expected: Mapping[str, list[str]], *, framework: str, hint: str) -> None:
     """InvalidInputError, naming the difference, unless the abstract methods of a framework's base class are these."""
+    found = {}
     names: Iterable[str] = getattr(base, "__abstractmethods__", ())
-    found = {name: list(inspect.signature(getattr(base, name)).parameters) for name in names}
+    for name in names:
+        method = inspect.getattr_static(base, name)
+        called: Any = method.fget if isinstance(method, property) else getattr(base, name)
+        found[name] = list(inspect.signature(called).parameters)
     if found != expected:
         differing = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
         raise InvalidInputError(
-            f"this release of {framework} has another checkpoint engine: {', '.join(differing)} differ", hint=hint
+            f"this release of {framework} has another {base.__name__}: {', '.join(differing)} differ", hint=hint
         )

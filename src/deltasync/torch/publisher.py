@@ -1,20 +1,22 @@
 """`Publisher`: publishes the weights of a torch model after every optimizer step."""
 
+import copy
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from types import TracebackType
-from typing import Self
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from deltasync import arguments
 from deltasync.errors import InvalidInputError
+from deltasync.format.companions import can_run_code
 from deltasync.format.layout import TensorSpec
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Bits
 from deltasync.parallel import ProcessBound
 from deltasync.store import Feed, opened
-from deltasync.torch.companions import is_pretrained, model_files, saved_files
 from deltasync.torch.device import DeviceCapture
 from deltasync.torch.tensors import (
     NamedTensors,
@@ -55,14 +57,6 @@ class TorchPublisher(ProcessBound):
         """Finish what is in flight, anchors included, and release the feed. In a forked process this does nothing."""
         if self._is_here():
             self._resources.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Publisher(TorchPublisher):
@@ -154,3 +148,35 @@ def _not_weights(what: str) -> InvalidInputError:
         f"weights must be a module, a state dict, or pairs of a name and a tensor, not {what}",
         hint="give the model itself",
     )
+
+
+def model_files(
+    model: torch.nn.Module, processing_class: Any = None, *, dtype: torch.dtype | None = None
+) -> dict[str, bytes]:
+    """The files that `save_pretrained` writes beside the weights of a model and its tokenizer or processor.
+
+    `dtype`: what the weights are published as, if that is not what they are.
+    """
+    pretrained: Any = model
+    config = copy.deepcopy(pretrained.config)
+    # FSDP2 changes the class of a module to one with this prefix.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.dtype = pretrained.dtype if dtype is None else dtype
+    generation = saved_files(pretrained.generation_config) if pretrained.can_generate() else {}
+    return {"config.json": config.to_json_string().encode(), **generation, **saved_files(processing_class)}
+
+
+def is_pretrained(model: object) -> bool:
+    """Whether `model_files` can be called with it: a model of transformers, whose own weights are its checkpoint."""
+    is_model = isinstance(model, torch.nn.Module) and hasattr(model, "can_generate") and hasattr(model, "dtype")
+    return is_model and hasattr(getattr(model, "config", None), "to_json_string") and not hasattr(model, "peft_config")
+
+
+def saved_files(thing: Any) -> dict[str, bytes]:
+    """What a tokenizer, processor or configuration writes when it is saved, but no code; nothing for None."""
+    if thing is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        thing.save_pretrained(folder)
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file() and not can_run_code(path.name))
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

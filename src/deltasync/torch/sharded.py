@@ -22,13 +22,13 @@ from deltasync.torch.publisher import TorchPublisher
 from deltasync.torch.ranks import TorchRanks, owned
 from deltasync.torch.tensors import TorchState, TorchWeights, layout_of, named_tensors, unwrapped
 from deltasync.trainer.anchoring import AnchorBacklog, Anchors
+from deltasync.trainer.background import BackgroundPruner
 from deltasync.trainer.capture import Shadow, capture, copy_into, lock_shadow, require_same, shadow_weights
 from deltasync.trainer.events import Publication
 from deltasync.trainer.exit import finish_at_exit
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
 from deltasync.trainer.publisher import PublisherOptions, require_layout
 from deltasync.trainer.ranks import Ranks, resume
-from deltasync.trainer.retention import BackgroundPruner
 from deltasync.trainer.shards import Box, Shards, ShardWeights
 from deltasync.trainer.version import Metadata, VersionWriter
 
@@ -186,7 +186,7 @@ class ShardedPublisher(TorchPublisher):
         pipeline = Pipeline(versions, shadow, anchors, files=state.files, observer=options.observer)
         self._resources.callback(pipeline.close)
         if options.retention is not None and ranks.rank == 0:
-            self._resources.callback(BackgroundPruner(self._store, options.retention).close)
+            self._resources.callback(BackgroundPruner(self._store, options.retention, observer=options.observer).close)
         finish_at_exit(pipeline, options.exit_s)
         return _Opened(pipeline, ranks, shards)
 

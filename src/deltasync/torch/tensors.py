@@ -111,7 +111,10 @@ def element_type(name: str, dtype: torch.dtype) -> DType:
     """The element type of the format; InvalidInputError names the tensor that has none."""
     known = _NAMES.get(dtype)
     if known is None or known not in DTYPES:
-        raise InvalidInputError(f"tensor {name!r:.200} has the type {dtype}, which cannot be published")
+        raise InvalidInputError(
+            f"tensor {name!r:.200} has the type {dtype}, which cannot be published",
+            hint=f"cast it, or leave it out; these can be published: {', '.join(DTYPES)}",
+        )
     return DTYPES[known]
 
 

@@ -19,7 +19,7 @@ from deltasync.format import limits
 from deltasync.format.layout import DTYPES, TensorSpec
 from deltasync.format.safetensors import header_bytes
 from deltasync.format.weights import Bits
-from deltasync.vllm.copies import Indices
+from deltasync.torch.copies import Indices
 
 _BITS = {1: DTYPES["U8"], 2: DTYPES["U16"], 4: DTYPES["U32"], 8: DTYPES["U64"]}
 _POSITIONS = DTYPES["U32"]

@@ -1,6 +1,6 @@
 """In the worker processes: the map from checkpoint to memory, read from twins that hold the indices of their elements.
 
-A twin is the served model once more, built, loaded and processed by vLLM's own code. It is loaded with one digit of
+A twin is the served model once more, loaded and processed by the engine's own code. It is loaded with one digit of
 each element's own index, as bits that loading does not change. Where a digit is found in memory, that element is; the
 digits of a few twins give the whole index. One more twin with other weights proves these findings and shows which
 further memory depends on weights. Nothing is assumed about the loader or about what follows loading.
@@ -8,6 +8,7 @@ further memory depends on weights. Nothing is assumed about the loader or about 
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,13 +20,13 @@ from numpy.typing import NDArray
 from deltasync.errors import MismatchError
 from deltasync.format.layout import DType, TensorSpec
 from deltasync.format.weights import Bits
+from deltasync.torch.copies import Copy, Indices, fit, joined
+from deltasync.torch.memory import Memory, Span
 from deltasync.torch.tensors import as_bits, torch_dtype
-from deltasync.vllm.copies import Copy, Indices, fit, joined
-from deltasync.vllm.memory import Memory, Span
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 Build = Callable[[NamedTensors], torch.nn.Module]
-"""Builds a twin, loads it with these tensors and processes it as vLLM does. It raises whatever vLLM raises."""
+"""Builds a twin, loads it with these tensors and processes it as the engine does. It raises what the engine raises."""
 
 _CHUNK_ELEMENTS = 1 << 22
 """Elements that are explained in one step, which bounds the temporary memory."""
@@ -40,6 +41,15 @@ _NOISE_ELEMENTS = 1_000_003
 """The period of the weights that prove the map. It is a prime, so that no shape repeats with it."""
 
 _HINT = "serve the model that is trained, in the same layout"
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+"""How the names of the tensors of a layer begin, in the checkpoints of all common architectures."""
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a tensor belongs to; None if it belongs to no layer."""
+    match = _LAYER.search(name)
+    return None if match is None else int(match[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +82,7 @@ class Alphabet:
             # Whole numbers from 128 to 255 have 8 significant bits, which each of the types can hold.
             first, second = _unsigned(torch.tensor([128, 129]).to(kind)).tolist()
             digit_bits, base, shift = 7, first, (second - first).bit_length() - 1
-        # Noise is negative and of usual size: what vLLM computes from it is not the same for most elements.
+        # Noise is negative and of usual size: what an engine computes from it is not the same for most elements.
         letters = 1 << max(1, digit_bits)
         random = np.random.default_rng(0x5EED).integers(letters * 7 // 8, letters, _NOISE_ELEMENTS, np.uint64)
         noise = (random << np.uint64(shift)) + np.uint64(base | top)
@@ -183,8 +193,8 @@ def explain(
     for path, values in numbers.items():
         if len(values) > 1:
             raise MismatchError(
-                f"the model keeps the number {path!r:.200}, which vLLM computes from weights when it loads them",
-                rule="vllm.derived",
+                f"the model keeps the number {path!r:.200}, which the engine computes from weights when it loads them",
+                rule="engine.derived",
                 hint="restart the server for each version of this model",
             )
     result.spans = frozenset(held)
@@ -207,7 +217,9 @@ def _built(build: Build, weights: NamedTensors) -> torch.nn.Module:
     # Each architecture has its own loader, which may raise anything for a tensor that it cannot take.
     except Exception as error:
         what = f"the model does not take {given[-1]!r:.200}" if given else "the model cannot be built again"
-        raise MismatchError(f"{what}: {type(error).__name__}: {error!s:.300}", rule="vllm.model", hint=_HINT) from error
+        raise MismatchError(
+            f"{what}: {type(error).__name__}: {error!s:.300}", rule="engine.model", hint=_HINT
+        ) from error
 
 
 @contextmanager
@@ -238,10 +250,10 @@ def _alike(live: Memory, twin: Memory) -> Iterator[tuple[int, torch.Tensor]]:
             continue
         if ordinal is None or ordinals or not _is_alike(live.spans[ordinal], span):
             raise MismatchError(
-                f"the live model holds {span.path!r:.200} in another form than the model that vLLM builds from its "
+                f"the live model holds {span.path!r:.200} in another form than the model that is built from its "
                 "configuration",
-                rule="vllm.twin",
-                hint="vLLM may have shared or replaced it since; report the model and the arguments of the server",
+                rule="engine.twin",
+                hint="it may have been shared or replaced since; report the model and the arguments of the server",
             )
         yield ordinal, span.flat
 
@@ -291,7 +303,7 @@ def _explain_span(ordinal: int, span: Span, twins: Sequence[torch.Tensor], sourc
     if span.is_parameter and not is_filled:
         raise MismatchError(
             f"the feed has nothing for elements of the model's parameter {span.path!r:.200}",
-            rule="vllm.model",
+            rule="engine.model",
             hint=_HINT,
         )
     if is_computed:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.vllm.copies import Copy, is_covered
+from deltasync.torch.copies import Copy, is_covered
 
 
 def copy_between(source: torch.Tensor, target: torch.Tensor, storage: int = 0) -> Copy:

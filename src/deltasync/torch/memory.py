@@ -1,6 +1,6 @@
 """In the worker processes: all memory that a model can reach, as spans that are named and compared by path.
 
-Parameters, buffers and tensors in plain attributes count alike: vLLM keeps derived weights in all three.
+Parameters, buffers and tensors in plain attributes count alike: engines keep derived weights in all three.
 """
 
 import functools

@@ -1,0 +1,136 @@
+"""The target's half of writing in place: what the workers of an SGLang server are asked, and what they answer."""
+
+import base64
+import pickle
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deltasync.errors import EngineError, InvalidInputError, MismatchError
+from deltasync.format.weights import Bits, tensor_parts
+from deltasync.replica.target import Staged
+from deltasync.sglang.exchange import CHANGES_NAME, LOADER, TENSOR_NAME, Action, Answer, Request
+from deltasync.sglang.server import SglangServer
+from deltasync.torch.copies import Copy, Indices, is_covered
+from deltasync.torch.stage import segments, write_stage
+
+
+class InPlace:
+    """Asks all workers of a server to map its weights, and to write changes over them.
+
+    InvalidInputError if the server was started in a way that does not allow it.
+    """
+
+    def __init__(self, server: SglangServer, *, load_s: float) -> None:
+        self._server = server
+        self._load_s = load_s
+        facts = server.ask("/server_info")
+        loaders = facts.get("custom_weight_loader")
+        if not isinstance(loaders, list) or LOADER not in loaders:
+            raise InvalidInputError(
+                f"{server.name} does not have our loader: its custom_weight_loader is {loaders!r:.80}",
+                hint=f"start it with --custom-weight-loader {LOADER}",
+            )
+        for name, allowed, why in (
+            ("dp_size", 1, "SGLang takes tensors for one data-parallel replica only"),
+            ("speculative_algorithm", None, "a draft model would keep its old weights"),
+        ):
+            if facts.get(name) != allowed:
+                raise InvalidInputError(
+                    f"{server.name} has {name} {facts.get(name)!r:.40}: {why}", hint="leave --only-changes out"
+                )
+        sizes = [facts.get("tp_size"), facts.get("pp_size")]
+        if not all(isinstance(size, int) and 0 < size <= 1 << 16 for size in sizes):
+            raise InvalidInputError(f"{server.name} does not say how many workers it has", hint="SGLang 0.5.23 does")
+        self._tp_size: int = facts["tp_size"]
+        self._workers: int = self._tp_size * facts["pp_size"]
+
+    def stage(self, folder: Path, staged: Staged) -> None:
+        """Put the changes beside the folder's weights, for the workers."""
+        writes: dict[int, list[tuple[Indices, Bits]]] = {}
+        for changes in staged.changes or ():
+            for ordinal, indices, values in tensor_parts(staged.weights.layout, changes):
+                writes.setdefault(ordinal, []).append((indices.astype(np.int64), values))
+        write_stage(
+            folder / CHANGES_NAME,
+            (segment for ordinal, parts in writes.items() for segment in segments(ordinal, parts)),
+        )
+
+    def map(self, folder: Path, there: str, staged: Staged) -> None:
+        """Let the workers find out where the weights of the folder are, which they have just loaded.
+
+        MismatchError if one of them cannot, or if no worker holds some part of a tensor.
+        """
+        with self._session():
+            answers = self._ask("map", folder, there, staged)
+        refused = [answer.refused or answer.damaged for answer in answers if answer.refused or answer.damaged]
+        if not refused:
+            # The end of a session lets SGLang process weights: they must be the same ones afterwards.
+            with self._session():
+                compared = self._ask("compare", folder, there, staged)
+            refused = [answer.refused for answer in compared if answer.refused]
+        if refused:
+            raise MismatchError(f"{self._server.name} cannot be written in place: {refused[0]}", rule="sglang.map")
+        ranks = [{name: [Copy.from_json(c) for c in held] for name, held in a.copies.items()} for a in answers]
+        for spec in staged.weights.layout.tensors:
+            if not is_covered(spec.elements, [rank.get(spec.name, []) for rank in ranks]):
+                raise MismatchError(
+                    f"{self._server.name} cannot be written in place: it does not take all of {spec.name!r:.200}",
+                    rule="sglang.map",
+                    hint="serve the model that is trained, or leave --only-changes out",
+                )
+
+    def write(self, folder: Path, there: str, staged: Staged, *, flushes: bool) -> None:
+        """Let the workers write the changes and read them back, then name the version.
+
+        EngineError, before the version is named, if one of them did not.
+        """
+        with self._session():
+            answers = self._ask("write", folder, there, staged, flushes=flushes)
+        for rank, answer in enumerate(answers):
+            if answer.refused or answer.damaged:
+                raise EngineError(
+                    f"worker {rank} of {self._server.name} has not written version {staged.version}: "
+                    f"{answer.refused or answer.damaged}",
+                    version=staged.version,
+                )
+        named = {"new_version": str(staged.version), "abort_all_requests": False}
+        self._server.ask("/update_weight_version", named)
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        begin: Mapping[str, Any] = {"selector": "target"}
+        try:
+            self._server.ask("/begin_weight_update", begin, timeout_s=self._load_s)
+        except EngineError:
+            # A process that died may have left a session open.
+            self._server.ask("/end_weight_update", {}, timeout_s=self._load_s)
+            self._server.ask("/begin_weight_update", begin, timeout_s=self._load_s)
+        try:
+            yield
+        finally:
+            self._server.ask("/end_weight_update", {}, timeout_s=self._load_s)
+
+    def _ask(self, action: Action, folder: Path, there: str, staged: Staged, *, flushes: bool = False) -> list[Answer]:
+        """The answers of all workers, by rank."""
+        request = Request(action, there, staged.version, secrets.token_hex(8), staged.start)
+        named = [(TENSOR_NAME, torch.frombuffer(bytearray(request.to_json()), dtype=torch.uint8))]
+        payload = base64.b64encode(pickle.dumps(named)).decode()
+        body = {
+            "serialized_named_tensors": [payload] * self._tp_size,
+            "load_format": LOADER,
+            "flush_cache": flushes,
+            "selector": "target",
+        }
+        self._server.ask("/update_weights_from_tensor", body, timeout_s=self._load_s)
+        paths = [request.answer_path(rank, folder) for rank in range(self._workers)]
+        try:
+            return [Answer.read(path) for path in paths]
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)

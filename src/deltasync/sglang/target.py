@@ -1,0 +1,208 @@
+"""`SglangTarget`: an SGLang server that is kept at the newest version of a feed, through its own HTTP routes.
+
+    deltasync follow s3://bucket/run-42 --target /models/live --sglang http://127.0.0.1:30000
+
+Each version is written as a checkpoint folder that the server can read, too. Then the server pauses, loads the folder,
+and goes on. With `--only-changes` it loads the first version so; of later ones, what changed is written over its live
+weights. Needs no package of SGLang.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
+
+from deltasync import arguments, blocks
+from deltasync.checkpoint import open_checkpoint
+from deltasync.errors import DeltasyncError, EngineError, InvalidInputError, MismatchError
+from deltasync.format.weights import Weights
+from deltasync.replica.folder import FolderTarget
+from deltasync.replica.target import Damage, Staged
+from deltasync.sglang.server import IN_PLACE_ROUTES, ROUTES, SglangServer
+
+if TYPE_CHECKING:
+    from deltasync.sglang.in_place import InPlace
+
+logger = logging.getLogger(__name__)
+
+Pause = Literal["retract", "in_place", "abort"]
+"""What happens to running requests: they are computed again, go on with the old cache, or end."""
+
+PAUSES: tuple[Pause, ...] = get_args(Pause)
+
+_LOOK_S = 5.0
+"""How often the server is asked which weights it has."""
+
+
+class SglangTarget(FolderTarget):
+    """A checkpoint folder, and an SGLang server that loads it.
+
+    `server`: its URL. `path_there`: the path under which the server finds the folder, if it is another one there.
+    `pause`: what happens to running requests while the weights are loaded. `in_place` needs `keeps_cache`.
+    `keeps_cache`: leave the KV cache as it is, computed with the weights of earlier versions. By default it is flushed.
+    `only_changes`: let the workers of the server write only what changed. The server must have been started with
+    `--custom-weight-loader deltasync.sglang.loader.load`, and be able to write to the folder. Needs torch.
+    `load_s`: how long the server may take to load a version.
+
+    `version` is what the server says that it has. After a restart of the server it is None until the version is loaded.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        server: str,
+        *,
+        path_there: str | None = None,
+        pause: Pause = "retract",
+        keeps_cache: bool = False,
+        only_changes: bool = False,
+        load_s: float = 1800.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(path)
+        self._server = SglangServer(server)
+        arguments.one_of("pause", pause, PAUSES)
+        if pause == "in_place" and not keeps_cache:
+            raise InvalidInputError(
+                "SGLang cannot flush its cache with requests that are paused in place",
+                hint='use pause="retract", or keep the cache',
+            )
+        self._path_there = os.path.abspath(path) if path_there is None else path_there
+        self._pause = pause
+        self._keeps_cache = keeps_cache
+        self._load_s = arguments.seconds("load_s", load_s, is_zero_allowed=False)
+        self._only_changes = only_changes
+        self._in_place: InPlace | None = None
+        self._clock = clock
+        self._live: int | None = None
+        self._looked_s: float | None = None
+        self._is_checked = False
+        self._elements = 0
+
+    @property
+    def engine(self) -> str:
+        return self._server.name
+
+    @property
+    def version(self) -> int | None:
+        """The version that the server has; None if it has another one, cannot be reached, or was not asked to load."""
+        folder = super().version
+        if self._live is None or folder != self._live:
+            return None
+        now_s = self._clock()
+        if self._looked_s is None or now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            try:
+                label = self._label()
+            except EngineError as error:
+                logger.warning("%s", error)
+                return None
+            if label != str(self._live):
+                logger.warning(
+                    "%s has the weights %r, not version %d: it is loaded again", self.engine, label, self._live
+                )
+                self._live = None
+        return self._live
+
+    def stage(self, staged: Staged) -> bool:
+        """Write and prove the folder. EngineError, before anything is written, if the server cannot be reached."""
+        self._require()
+        self._label()
+        current = self._current()
+        if staged.changes is None and current is not None and super().version == staged.version:
+            # The server was restarted, or failed: the folder may be right already.
+            try:
+                is_right = blocks.digest(open_checkpoint(current).weights) == staged.manifest.digest
+            except DeltasyncError:
+                is_right = False
+            if is_right:
+                self._staged = current
+                return True
+        is_proved = super().stage(staged)
+        if self._in_place is not None and staged.changes is not None and self._staged is not None:
+            self._in_place.stage(self._staged, staged)
+        return is_proved
+
+    def commit(self, staged: Staged) -> float:
+        """Pause the server, let it load the folder or what changed, and let it go on, whether that succeeded or not.
+
+        EngineError with the server's own message if it refuses. MismatchError, with what cannot be mapped, if the model
+        is none that can be written in place; the server has the version then.
+        """
+        self._live, self._elements = None, staged.manifest.elements
+        since = self._clock()
+        self._server.ask("/pause_generation", {"mode": self._pause}, timeout_s=self._load_s)
+        try:
+            super().commit(staged)
+            if not self._is_written(staged):
+                self._load(staged)
+            label = self._label()
+            if label != str(staged.version):
+                raise EngineError(
+                    f"{self.engine} has the weights {label!r:.80} after it loaded version {staged.version}",
+                    version=staged.version,
+                    hint="does something else update its weights?",
+                )
+        finally:
+            self._server.ask("/continue_generation", {})
+        self._live, self._looked_s = staged.version, self._clock()
+        return self._clock() - since
+
+    def _is_written(self, staged: Staged) -> bool:
+        """Write what changed, if that is possible. Whatever fails there, loading the whole folder puts right."""
+        if self._in_place is None or staged.changes is None:
+            return False
+        try:
+            self._in_place.write(self._path, self._path_there, staged, flushes=not self._keeps_cache)
+        except EngineError as error:
+            logger.warning("%s: it loads the whole folder now", error)
+            return False
+        return True
+
+    def _load(self, staged: Staged) -> None:
+        body = {
+            "model_path": self._path_there,
+            "weight_version": str(staged.version),
+            "flush_cache": not self._keeps_cache,
+        }
+        self._server.ask("/update_weights_from_disk", body, timeout_s=self._load_s)
+        if self._in_place is not None:
+            try:
+                self._in_place.map(self._path, self._path_there, staged)
+            except MismatchError:
+                # A loader that does more than to load may have changed live weights while it was traced.
+                self._server.ask("/update_weights_from_disk", body, timeout_s=self._load_s)
+                raise
+
+    def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
+        """Compare the folder. A folder that was damaged is loaded again; the server's memory cannot be compared."""
+        damages = super().scrub(weights, tensors, repair=repair)
+        if damages:
+            self._live = None
+        return damages
+
+    @property
+    def unseen_elements(self) -> int:
+        """All of them: no route gives the bits of the server's memory."""
+        return self._elements
+
+    def _label(self) -> str:
+        try:
+            return self._server.label()
+        except EngineError:
+            # What the server has is not known: ask it before the next answer.
+            self._looked_s = None
+            raise
+
+    def _require(self) -> None:
+        """InvalidInputError, once, if the server lacks a route, a field or a setting that is needed."""
+        if self._is_checked:
+            return
+        self._server.require({**ROUTES, **IN_PLACE_ROUTES} if self._only_changes else ROUTES)
+        if self._only_changes:
+            # Only here is torch needed.
+            from deltasync.sglang.in_place import InPlace
+
+            self._in_place = InPlace(self._server, load_s=self._load_s)
+        self._is_checked = True

@@ -21,6 +21,14 @@ MUTANTS = (
         killers=("tests/unit/test_vllm_target.py::test_the_order_of_things",),
     ),
     Mutant(
+        name="one-worker-claims-for-all",
+        harm="A server whose workers have loaded different weights labels its answers with the version of one of them.",
+        path="src/deltasync/vllm/target.py",
+        old="        version = loaded.pop() if len(loaded) == 1 else None\n",
+        new="        version = max(loaded, key=lambda version: version or 0)\n",
+        killers=("tests/unit/test_vllm_target.py::test_workers_that_do_not_agree_claim_nothing",),
+    ),
+    Mutant(
         name="unseen-counts-as-seen",
         harm="A scrub reports all live memory as compared although workers have not reported a part of it.",
         path="src/deltasync/vllm/target.py",
@@ -82,7 +90,7 @@ MUTANTS = (
     Mutant(
         name="probe-map-off-by-one",
         harm="Every change goes to the element beside the one that it belongs to.",
-        path="src/deltasync/vllm/probes.py",
+        path="src/deltasync/torch/probes.py",
         old="        return specs[owner].name, index - int(starts[owner]), length\n",
         new="        return specs[owner].name, index - int(starts[owner]) + 1, length\n",
         killers=("tests/unit/test_vllm_probes.py::test_the_map_is_where_the_loader_puts_things",),
@@ -90,15 +98,15 @@ MUTANTS = (
     Mutant(
         name="copy-off-by-one",
         harm="Changes of a fused or sharded tensor go to the element beside the one that they belong to.",
-        path="src/deltasync/vllm/copies.py",
+        path="src/deltasync/torch/copies.py",
         old="            places += at * here\n",
         new="            places += (at + 1) * here\n",
-        killers=("tests/unit/test_vllm_copies.py::test_the_arithmetic_agrees_with_a_copy",),
+        killers=("tests/unit/test_torch_copies.py::test_the_arithmetic_agrees_with_a_copy",),
     ),
     Mutant(
         name="twin-written-into-the-live-model",
         harm="To look at a server overwrites its live weights with the numbers of a probe, and it answers nonsense.",
-        path="src/deltasync/vllm/probes.py",
+        path="src/deltasync/torch/probes.py",
         old="                held.setdefault(ordinal, []).append(part.cpu())\n",
         new="                held.setdefault(ordinal, []).append(part.cpu())\n"
         "                live.spans[ordinal].flat.copy_(part)\n",
@@ -115,7 +123,7 @@ MUTANTS = (
     Mutant(
         name="probe-without-proof",
         harm="Memory that only looks like an index is taken for a copy of a weight, and is overwritten.",
-        path="src/deltasync/vllm/probes.py",
+        path="src/deltasync/torch/probes.py",
         old="    is_index &= _unsigned(noise) == _unsigned(parts[-1])\n",
         new="",
         killers=("tests/unit/test_vllm_probes.py::test_what_a_loader_does_is_found_out",),
@@ -131,9 +139,9 @@ MUTANTS = (
     Mutant(
         name="worker-scrub-compares-nothing",
         harm="A scrub of a vLLM server never finds a flipped bit.",
-        path="src/deltasync/vllm/worker.py",
-        old="                count += int(is_other.sum())\n",
-        new="                count += 0\n",
+        path="src/deltasync/torch/live.py",
+        old="            count += int(is_other.sum())\n",
+        new="            count += 0\n",
         killers=("tests/unit/test_vllm_worker.py::test_a_flipped_bit_is_found_and_repaired",),
     ),
     Mutant(
@@ -147,9 +155,9 @@ MUTANTS = (
     Mutant(
         name="nan-after-a-cast-is-damage",
         harm="A NaN in a model that is served in another type counts as damage at every scrub.",
-        path="src/deltasync/vllm/worker.py",
-        old="                    is_other &= ~(here.isnan() & there.isnan())\n",
-        new="                    pass\n",
+        path="src/deltasync/torch/live.py",
+        old="                is_other &= ~(here.isnan() & there.isnan())\n",
+        new="                pass\n",
         killers=("tests/unit/test_vllm_worker.py::test_a_feed_of_another_type_than_the_model",),
     ),
     Mutant(
@@ -165,7 +173,7 @@ MUTANTS = (
     Mutant(
         name="older-stage-wins",
         harm="A worker that takes several versions at once keeps an older value of an element.",
-        path="src/deltasync/vllm/stage.py",
+        path="src/deltasync/torch/stage.py",
         old="        is_last = np.append(places[1:] != places[:-1], True)\n",
         new="        is_last = np.append(True, places[1:] != places[:-1])\n",
         killers=("tests/unit/test_vllm_worker.py::test_later_changes_win",),

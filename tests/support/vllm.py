@@ -163,9 +163,9 @@ def require_vllm() -> None:
 
 @contextmanager
 def vllm_server(
-    model: Path, feed: str | None, folder: Path, *arguments: str, **environment: str
+    model: Path | None, feed: str | None, folder: Path, *arguments: str, **environment: str
 ) -> Iterator[VllmServer]:
-    """A server that is up; without a feed it has the backend but follows nothing."""
+    """A server that is up; without a feed it has the backend but follows nothing. See `start_vllm`."""
     server = start_vllm(model, feed, folder, *arguments, **environment)
     try:
         wait_up(server)
@@ -174,8 +174,11 @@ def vllm_server(
         stop(server.process)
 
 
-def start_vllm(model: Path, feed: str | None, folder: Path, *arguments: str, **environment: str) -> VllmServer:
-    """Start a server of a checkpoint folder, and do not wait for it. `--compile` is ours; without it nothing is."""
+def start_vllm(model: Path | None, feed: str | None, folder: Path, *arguments: str, **environment: str) -> VllmServer:
+    """Start a server of a checkpoint folder, and do not wait for it. `--compile` is ours; without it nothing is.
+
+    Without a folder, `deltasync serve` starts the server, with the model of the feed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     port, log = free_port(), folder / "server.log"
     env = {**os.environ, **_ENVIRONMENT, "VLLM_PLUGINS": "deltasync", "DELTASYNC_TOKEN": TOKEN, **environment}
@@ -183,17 +186,20 @@ def start_vllm(model: Path, feed: str | None, folder: Path, *arguments: str, **e
         env["DELTASYNC_FEED"] = feed
     if "--tensor-parallel-size" in arguments:
         env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    if model is None:
+        name, command = Path(feed or "").name, [str(PYTHON), "-m", "deltasync", "serve", "--"]
+    else:
+        name, command = str(model), [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--weight-transfer-config", '{"backend": "deltasync"}']
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "256"]
-    command += ["--weight-transfer-config", '{"backend": "deltasync"}']
     command += [argument for argument in arguments if argument != "--compile"]
     if "--compile" not in arguments:
         command.append("--enforce-eager")
         # vLLM still compiles one small function at its first answer, which takes seconds.
         env["TORCH_COMPILE_DISABLE"] = "1"
     with log.open("ab") as output:
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
-    return VllmServer(f"http://127.0.0.1:{port}", str(model), process, log)
+        process = subprocess.Popen(command, env=env, cwd=folder, stdout=output, stderr=output, start_new_session=True)
+    return VllmServer(f"http://127.0.0.1:{port}", name, process, log)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -22,10 +22,10 @@ from support.loading import (
 
 from deltasync.errors import MismatchError
 from deltasync.format.layout import DTYPES, Layout
+from deltasync.torch import probes
+from deltasync.torch.memory import Memory
+from deltasync.torch.probes import Alphabet, Explained, explain
 from deltasync.torch.tensors import as_bits, layout_of, torch_dtype
-from deltasync.vllm import probes
-from deltasync.vllm.memory import Memory
-from deltasync.vllm.probes import Alphabet, Explained, explain
 
 WORKERS = [(0, 1), (0, 2), (1, 2)]
 

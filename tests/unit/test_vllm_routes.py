@@ -199,7 +199,7 @@ def test_damage_is_reported(is_repaired: bool) -> None:
 ERRORS: list[tuple[DeltasyncError, int]] = [
     (NotFoundError("gone", hint="look elsewhere"), 404),
     (InvalidInputError("wrong"), 400),
-    (MismatchError("another model", rule="vllm.model", hint="serve it"), 409),
+    (MismatchError("another model", rule="engine.model", hint="serve it"), 409),
     (StoreError("no answer", transient=True), 502),
     (EngineError("it fails", hint="look at its log"), 503),
     (CorruptError("damaged", rule="payload.sha256"), 500),

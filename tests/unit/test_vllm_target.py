@@ -9,15 +9,19 @@ import pytest
 import torch
 from support.feeds import Feed
 from support.loading import Tensors, Workers, changed, tensors, weights_of
-from support.replicas import follower
+from support.replicas import follower, wait_until
 
 from deltasync.errors import EngineError, MismatchError
 from deltasync.replica.follower import Follower
+from deltasync.replica.mirror import fill_mirror
 from deltasync.replica.target import Damage, Staged
+from deltasync.vllm.replica import Replica as ServedReplica
 from deltasync.vllm.target import VllmTarget
+from deltasync.vllm.worker import LOADED
 
 WRITES = ("scatter", "copy")
 ODD = ["quantized"]
+MIRROR = "mirror.safetensors"
 
 
 class FakeEngine:
@@ -65,7 +69,8 @@ class FakeEngine:
         self.is_paused = False
 
     def label(self, version: int) -> None:
-        assert self.is_paused
+        # What an engine was loaded with is labelled before its first request.
+        assert self.is_paused or self.labelled is None
         assert self.target.version is None
         if self._begin("label", version):
             raise EngineError("label fails")
@@ -113,8 +118,8 @@ class Replica:
         self.states = states
         self.feed = feed_of(states) if feed is None else feed
         self.engine = FakeEngine(states, size=size)
-        self.target = self.engine.target = VllmTarget(self.engine, folder=folder)
-        self.follower: Follower = follower(self.feed.store, self.target, mirror=folder / "mirror.safetensors")
+        self.target = self.engine.target = VllmTarget(self.engine, folder=folder, mirror=folder / MIRROR)
+        self.follower: Follower = follower(self.feed.store, self.target, mirror=folder / MIRROR)
 
     def advance(self, to: int | None = None) -> None:
         self.follower.advance(to=to)
@@ -255,8 +260,8 @@ def test_another_model_is_refused_before_anything_is_touched(
     other = dict(state)
     change(other)
     engine = FakeEngine([state])
-    target = engine.target = VllmTarget(engine, folder=tmp_path)
-    replica = follower(feed_of([other]).store, target, mirror=tmp_path / "mirror.safetensors")
+    target = engine.target = VllmTarget(engine, folder=tmp_path, mirror=tmp_path / MIRROR)
+    replica = follower(feed_of([other]).store, target, mirror=tmp_path / MIRROR)
     with pytest.raises(MismatchError, match=message):
         replica.advance()
     assert engine.calls == ["describe"]
@@ -272,6 +277,63 @@ def test_a_feed_with_other_tensors_since(replica: Replica) -> None:
         replica.advance()
     assert replica.engine.took() == []
     assert replica.is_live(0)
+
+
+def loaded(states: list[Tensors], folder: Path, *versions: int | None, start: int = 1) -> Replica:
+    """A replica whose workers say that they have loaded these versions from the mirror, which holds the second one.
+
+    `start` is the version that they have loaded in truth.
+    """
+    replica = Replica(states, folder)
+    replica.engine.workers = Workers(states[start], size=2, odd_names=ODD)
+    fill_mirror(replica.feed.store, folder / MIRROR, version=1)
+    for model, version in zip(replica.engine.workers.models, versions, strict=True):
+        if version is not None:
+            setattr(model, LOADED, version)
+    replica.target.claim()
+    return replica
+
+
+def test_a_version_that_the_workers_have_loaded_is_proved_and_not_written(tmp_path: Path) -> None:
+    replica = loaded(versions(3), tmp_path, 1, 1)
+    assert replica.engine.took() == ["loaded_version", "label"]
+    assert replica.target.version == replica.engine.labelled == 1
+    assert replica.follower.advance(to=1) is None
+    assert replica.engine.took() == ["describe", "compare"]
+    status = replica.follower.status()
+    assert (status.version, status.proved_version, status.counts.moves, status.counts.nbytes) == (1, 1, 0, 0)
+    assert replica.target.unseen_elements == 0
+    replica.advance()
+    assert replica.engine.took() == ["prepare", "refresh", "pause", "scatter", "label", "resume"]
+    assert replica.is_live(2)
+
+
+def test_a_server_that_moves_on_request_proves_what_it_has_loaded(tmp_path: Path) -> None:
+    """Then it is ready, and stays at that version."""
+    replica = loaded(versions(3), tmp_path, 1, 1)
+    served = ServedReplica(replica.follower, replica.target, way="push", has_metrics=False)
+    assert not served.is_ready
+    served.start()
+    wait_until(lambda: served.is_ready)
+    served.close()
+    assert replica.engine.took() == ["loaded_version", "label", "describe", "compare"]
+    assert replica.is_live(1)
+
+
+def test_a_wrong_claim_is_found_and_written_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    replica = loaded(versions(2), tmp_path, 1, 1, start=0)
+    replica.engine.took()
+    replica.advance(1)
+    assert replica.engine.took() == ["describe", "compare", "refresh", "pause", "copy", "label", "resume"]
+    assert "claims version 1 but has other bits" in caplog.text
+    assert replica.is_live(1)
+
+
+@pytest.mark.parametrize("said", [(None, None), (1, None), (0, 1)])
+def test_workers_that_do_not_agree_claim_nothing(tmp_path: Path, said: tuple[int | None, int | None]) -> None:
+    replica = loaded(versions(2), tmp_path, *said)
+    assert replica.engine.took() == ["loaded_version"]
+    assert (replica.target.version, replica.engine.labelled) == (None, None)
 
 
 def test_a_scrub_without_damage_holds_up_nothing(replica: Replica) -> None:
@@ -315,7 +377,7 @@ def test_a_repair_that_fails_leaves_the_engine_paused(replica: Replica, operatio
 def test_a_stage_before_the_layout_was_shown(tmp_path: Path) -> None:
     states = versions(1)
     engine, feed = FakeEngine(states), feed_of(states)
-    target = engine.target = VllmTarget(engine, folder=tmp_path)
+    target = engine.target = VllmTarget(engine, folder=tmp_path, mirror=tmp_path / MIRROR)
     with pytest.raises(EngineError, match="was not shown"):
         target.stage(Staged(feed.log.read(0), (), 0, feed.states[0], tmp_path / "mirror", dict))
     assert engine.calls == []

@@ -9,9 +9,10 @@ import torch
 from support.loading import Tensors, Workers, changed, changes_between, save, tensors, weights_of
 
 from deltasync.errors import CorruptError, EngineError, InvalidInputError, MismatchError
+from deltasync.torch import live as live_module
+from deltasync.torch.probes import NamedTensors
+from deltasync.torch.stage import Segment, write_stage
 from deltasync.vllm import worker
-from deltasync.vllm.probes import NamedTensors
-from deltasync.vllm.stage import Segment, write_stage
 from deltasync.vllm.target import EngineMap, Rank
 from deltasync.vllm.twins import Window
 
@@ -171,7 +172,7 @@ def test_a_feed_of_another_type_than_the_model(size: int, old_type: torch.dtype,
 def test_a_flipped_bit_is_found_and_repaired(
     size: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_COMPARE_ELEMENTS", piece)
+    monkeypatch.setattr(live_module, "_COMPARE_ELEMENTS", piece)
     state = tensors(0, "quantized")
     workers = Workers(state, size=size, odd_names=["quantized"])
     known = described(workers, state)

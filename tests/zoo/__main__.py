@@ -39,6 +39,7 @@ from .checkpoints import make
 from .models import MODELS, Model
 from .page import row, write_rows
 
+PARTS = (make, replicas.fresh, replicas.followed, replicas.bare)
 _LIMIT_S = 300
 """For each part of the work on one model."""
 
@@ -63,13 +64,13 @@ def main() -> int:
 
 
 def visit(name: str, model: Model) -> dict[str, Any]:
-    """Follow a feed of one model, and compare with a replica that starts with its head."""
+    """Follow a feed of one model, start from it, and compare both with a replica that starts with its head."""
     began = time.monotonic()
     problems: list[str] = []
     values: dict[str, Any] = {}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(model.ranks))
     with tempfile.TemporaryDirectory(prefix="deltasync-zoo-") as folder:
-        for part in (make, replicas.plain) if model.unserved else (make, replicas.fresh, replicas.followed):
+        for part in (make, replicas.plain) if model.unserved else PARTS:
             answer = in_child(part, model, Path(folder))
             if "error" in answer:
                 problems.append(f"{part.__name__}: {answer['error']}")
@@ -80,6 +81,8 @@ def visit(name: str, model: Model) -> dict[str, Any]:
         problems = [] if failed else [*problems, "vLLM serves this model now"]
     elif not problems:
         problems = values["followed"]["problems"] + differences(values["fresh"], values["followed"])
+        found = differences(values["fresh"], values["bare"])
+        problems += [f"a replica that starts from the feed: {problem}" for problem in found]
     followed = values.get("followed", {})
     return {
         "name": name,

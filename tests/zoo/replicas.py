@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import math
+import os
 import types
 from collections import Counter
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 
+from deltasync.torch.memory import Memory
 from deltasync.vllm import twins
-from deltasync.vllm.memory import Memory
+from deltasync.vllm.home import BareModel
 
 from .checkpoints import VERSIONS
 from .models import VOCABULARY, Model
@@ -34,6 +36,15 @@ def fresh(model: Model, folder: Path) -> dict[str, Any]:
     return {"answers": _answers(llm, model), "memory": llm.collective_rpc(_hashes)}
 
 
+def bare(model: Model, folder: Path) -> dict[str, Any]:
+    """What a replica that loads the head from the feed answers and holds. It has no checkpoint."""
+    feed = (folder / "feed").as_uri()
+    os.environ.update(DELTASYNC_FEED=feed, DELTASYNC_MIRROR=str(folder / "mirror.safetensors"))
+    BareModel.of_feed(feed, base=None, trust_code=True, needs_tokenizer=False).write(folder / "bare")
+    llm = _served(model, folder / "bare", load_format="deltasync")
+    return {"answers": _answers(llm, model), "memory": llm.collective_rpc(_hashes)}
+
+
 def followed(model: Model, folder: Path) -> dict[str, Any]:
     """What a replica that follows the feed to its head answers and holds, and what went wrong on its way."""
     problems: list[str] = []
@@ -47,7 +58,7 @@ def followed(model: Model, folder: Path) -> dict[str, Any]:
             problems.append(f"the feed {feed!r} was not refused")
         except Exception as error:  # noqa: BLE001
             # vLLM passes on only the message of a worker in another process.
-            if "[vllm.model]" not in str(error):
+            if "[engine.model]" not in str(error):
                 problems.append(f"the feed {feed!r} was refused with {error!r:.300}")
             _drain(llm)
         if llm.collective_rpc(_hashes) != memory:

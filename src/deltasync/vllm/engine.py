@@ -92,8 +92,8 @@ class DeltasyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         if settings.feed is None:
             raise InvalidInputError("DELTASYNC_FEED is not set", hint="set it, or give `feed` in the init_info")
         folder = self._held.enter_context(memory_folder())
-        target = VllmTarget(_OwnWorker(self.runtime), folder=folder, is_whole=False)
         mirror = folder / "mirror.safetensors"
+        target = VllmTarget(_OwnWorker(self.runtime), folder=folder, mirror=mirror, is_whole=False)
         self._follower = self._held.enter_context(
             Follower(settings.feed, target, mirror=mirror, base=settings.base, beat_s=None)
         )

@@ -8,11 +8,13 @@ from deltasync.vllm import caches
 logger = logging.getLogger(__name__)
 
 BACKEND = "deltasync"
+"""The name of the backend for `--weight-transfer-config`, and of the load format for `--load-format`."""
 
 
 def register() -> None:
-    """Register the backend. vLLM may call this several times in one process."""
+    """Register the backend and the load format. vLLM may call this several times in one process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader import register_model_loader
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -22,6 +24,9 @@ def register() -> None:
     # The method that collective calls name. `--worker-extension-cls` would add it, too, but is one more flag to set.
     Worker.deltasync = _call_runtime
     caches.install(EngineCore)
+    from deltasync.vllm.loader import MirrorLoader
+
+    register_model_loader(BACKEND)(MirrorLoader)
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -32,6 +37,14 @@ def is_used(config: Any) -> bool:
     """Whether a config of vLLM selects this backend."""
     transfer = getattr(config, "weight_transfer_config", None)
     return transfer is not None and transfer.backend == BACKEND
+
+
+def log_where_vllm_does() -> None:
+    """Give our logger the handlers of vLLM's, which sets up no other one, unless the user has configured ours."""
+    ours, theirs = logging.getLogger("deltasync"), logging.getLogger("vllm")
+    if not ours.hasHandlers():
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
 
 
 def _call_runtime(worker: Any, method: str, *args: Any) -> dict[str, Any]:

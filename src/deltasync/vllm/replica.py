@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError
+from deltasync.metrics import registered
 from deltasync.parallel import lower_priority
-from deltasync.replica import metrics
 from deltasync.replica.follower import Follower
+from deltasync.replica.metrics import FollowerCollector
 from deltasync.replica.target import Target
 from deltasync.vllm.settings import Way
 
@@ -46,14 +47,18 @@ class Replica:
         self._unregister_metrics: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        """Add the metrics to those of the server and, in `pull` mode, follow the feed in the background."""
+        """Add the metrics to those of the server, and begin what runs in the background.
+
+        In `pull` mode it follows the feed; in `push` mode it proves the version that the target started with.
+        """
         if self._has_metrics:
             try:
-                self._unregister_metrics = metrics.register(self.follower.status)
+                self._unregister_metrics = registered(FollowerCollector(self.follower.status))
             except ImportError:
                 logger.info("prometheus-client is not installed: the server has no metrics of deltasync")
-        if self._way == "pull":
-            self._thread = threading.Thread(target=self._follow, name="deltasync-follow", daemon=True)
+        if self._way == "pull" or self._target.version is not None:
+            work = self._follow if self._way == "pull" else self._prove
+            self._thread = threading.Thread(target=work, name="deltasync-follow", daemon=True)
             self._thread.start()
 
     def _follow(self) -> None:
@@ -64,6 +69,13 @@ class Replica:
         except DeltasyncError as error:
             logger.error("the feed is refused, and no longer followed: %s", error)
             self._on_refused(error)
+
+    def _prove(self) -> None:
+        """Prove the version that the target started with. Without that, it is live but not known to be."""
+        try:
+            self.follower.advance(to=self._target.version)
+        except DeltasyncError as error:
+            logger.error("the version that the server started with is not proved: %s", error)
 
     def close(self) -> None:
         """Finish the move in progress, stop, and release the feed and the mirror."""

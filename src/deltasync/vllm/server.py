@@ -23,6 +23,7 @@ from deltasync.vllm.admission import VersionMiddleware
 from deltasync.vllm.architectures import warn_if_not_in_zoo
 from deltasync.vllm.caches import CacheSalts
 from deltasync.vllm.labels import LabelMiddleware, Labels, note_versions
+from deltasync.vllm.plugin import log_where_vllm_does
 from deltasync.vllm.releases import check_pauses, warn_if_untested
 from deltasync.vllm.replica import Replica, Replicas
 from deltasync.vllm.routes import TokenMiddleware, add_routes
@@ -78,12 +79,15 @@ class Endpoint:
         app.router.lifespan_context = serve_then_close
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
-        """Start to follow the feeds. Answers are labelled `none` until the first version is live."""
+        """Start to follow the feeds.
+
+        Answers are labelled `none` until a version is live. With the load format `deltasync` one is live already.
+        """
         if engine_client is None:
             return
         import vllm
 
-        _log_where_vllm_does()
+        log_where_vllm_does()
         settings = self._settings
         if settings.token is None:
             logger.warning("DELTASYNC_TOKEN is not set: every request to the control routes is refused")
@@ -97,8 +101,10 @@ class Endpoint:
         if settings.feed is not None:
             salts = await _salts(engine_client) if settings.cache == "keep" else None
             engine = ServerEngine(engine_client, loop, pause=settings.pause, labels=self.labels, salts=salts)
-            target = VllmTarget(engine, folder=folder)
             mirror = folder / "mirror.safetensors" if settings.mirror is None else settings.mirror
+            target = VllmTarget(engine, folder=folder, mirror=mirror)
+            # In another thread: it waits for coroutines of this event loop.
+            await asyncio.to_thread(target.claim)
             weights = self._following(
                 settings.feed, target, mirror, base=settings.base, scrub_s=settings.scrub_s, has_metrics=True
             )
@@ -267,11 +273,3 @@ def _wait(
     except Exception as error:
         future.cancel()
         raise EngineError(f"vLLM failed at {what!r}: {type(error).__name__}: {error!s:.500}", hint=hint) from error
-
-
-def _log_where_vllm_does() -> None:
-    """Give our logger the handlers of vLLM's, which sets up no other one, unless the user has configured ours."""
-    ours, theirs = logging.getLogger("deltasync"), logging.getLogger("vllm")
-    if not ours.hasHandlers():
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)

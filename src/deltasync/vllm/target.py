@@ -14,9 +14,9 @@ from deltasync.errors import EngineError, MismatchError
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Bits, Changes, Weights, tensor_parts
 from deltasync.replica.target import Damage, Staged
+from deltasync.torch.copies import Copy, Indices, is_covered
+from deltasync.torch.stage import Segment, segments, write_stage
 from deltasync.torch.tensors import bits_dtype, torch_dtype
-from deltasync.vllm.copies import Copy, Indices, is_covered
-from deltasync.vllm.stage import Segment, segments, write_stage
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def _as_stored(spec: TensorSpec, values: Bits, stored: torch.dtype) -> Bits:
 
 
 def _other_model(message: str) -> MismatchError:
-    return MismatchError(message, rule="vllm.model", hint=_HINT)
+    return MismatchError(message, rule="engine.model", hint=_HINT)
 
 
 class Engine(Protocol):
@@ -161,17 +161,17 @@ class VllmTarget:
     """Writes versions into a running engine.
 
     If anything fails after the first write, the engine stays paused: it answers nothing until a whole version is live.
-    `folder` is where stages are written for the workers; it should be in memory. `is_whole`: the workers of the engine
-    hold all of the model, not only a part of it.
+    `folder` is where stages are written for the workers; it should be in memory. `mirror` is the file of the mirror.
+    `is_whole`: the workers of the engine hold all of the model, not only a part of it.
     """
 
-    def __init__(self, engine: Engine, *, folder: Path, is_whole: bool = True) -> None:
+    def __init__(self, engine: Engine, *, folder: Path, mirror: Path, is_whole: bool = True) -> None:
         self._engine = engine
         self._folder = folder
+        self._mirror = str(mirror)
         self._is_whole = is_whole
         self._map: EngineMap | None = None
         self._version: int | None = None
-        self._mirror = ""
         self._compared: dict[int, int] = {}
         """By tensor: how many elements of memory its last comparison read, in all workers together."""
 
@@ -193,6 +193,17 @@ class VllmTarget:
         """Memory that depends on the weights, and that the workers have not yet reported as compared."""
         return 0 if self._map is None else self._map.elements - sum(self._compared.values())
 
+    def claim(self) -> None:
+        """Claim the version that the workers have loaded from the mirror, if they have; the follower proves it.
+
+        Called once, before the engine gets requests.
+        """
+        loaded = set(self._engine.call("loaded_version"))
+        version = loaded.pop() if len(loaded) == 1 else None
+        if version is not None:
+            self._engine.label(version)
+            self._version = version
+
     def require(self, layout: Layout) -> None:
         """Build the map. The live model is only looked at."""
         if self._map is not None:
@@ -212,7 +223,6 @@ class VllmTarget:
 
     def stage(self, staged: Staged) -> None:
         """Translate the changes to the memory of each worker, and let the workers read or compute them."""
-        self._mirror = str(staged.path)
         known = self._require_map()
         if staged.changes is not None:
             paths = [self._folder / f"stage-{rank}.safetensors" for rank in range(known.ranks)]

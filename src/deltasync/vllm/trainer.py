@@ -21,6 +21,7 @@ from deltasync.errors import InvalidInputError
 from deltasync.feed.log import Log
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.store import opened
+from deltasync.torch.held import require_methods
 from deltasync.torch.publisher import Publisher
 from deltasync.torch.tensors import element_type, require_dtype
 from deltasync.trainer.events import Publication
@@ -34,6 +35,13 @@ except ImportError as error:
         f"vLLM {vllm.__version__} has no trainer's half of weight transfer, or another one: {error}",
         hint="TrainerWeightTransferEngine and WeightTransferTrainerFactory are expected, as in vLLM 0.32",
     ) from error
+
+require_methods(
+    TrainerWeightTransferEngine,
+    {"trainer_init": ["init_info", "client", "source"], "send_weights": ["self"]},
+    framework="vLLM",
+    hint="deltasync.vllm.trainer is made for the one of vLLM 0.32",
+)
 
 BACKEND = "deltasync"
 

@@ -4,7 +4,6 @@ A twin holds what a fresh server with the same arguments would hold for some wei
 """
 
 import copy
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +13,10 @@ import torch
 
 from deltasync.errors import MismatchError
 from deltasync.format.layout import Layout, TensorSpec
-from deltasync.vllm.probes import NamedTensors
+from deltasync.torch.probes import NamedTensors, layer_of
 
 _WINDOW_BYTES = 1 << 28
 """Weights of layers that a twin holds beside the embeddings. A layer of a large model may have more."""
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
-"""How the names of the tensors of a layer begin, in the checkpoints of all common architectures."""
 
 _WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Methods of speculative decoding that have no model of their own."""
@@ -49,11 +46,8 @@ class Twins:
         dtype: torch.dtype = self._config.model_config.dtype
         return dtype
 
-    def windows(self, layout: Layout) -> list[Window]:
-        """The model in windows, so that twins need little memory; as one window where vLLM cannot build parts of it.
-
-        MismatchError if the server holds weights in another place or form than a twin can show.
-        """
+    def require_fixed(self) -> None:
+        """MismatchError if the server holds weights in another place or form than a twin can show."""
         draft = self._config.speculative_config
         if draft is not None and draft.method not in _WITHOUT_WEIGHTS:
             raise MismatchError(
@@ -67,11 +61,18 @@ class Twins:
                 rule="vllm.eplb",
                 hint="serve without --enable-eplb",
             )
+
+    def windows(self, layout: Layout) -> list[Window]:
+        """The model in windows, so that twins need little memory; as one window where vLLM cannot build parts of it.
+
+        MismatchError as of `require_fixed`.
+        """
+        self.require_fixed()
         layers = int(self._config.model_config.get_total_num_hidden_layers())
         by_layer: dict[int | None, list[TensorSpec]] = {}
         for spec in layout.tensors:
-            match = _LAYER.search(spec.name)
-            number = None if match is None or int(match[1]) >= layers else int(match[1])
+            number = layer_of(spec.name)
+            number = None if number is None or number >= layers else number
             by_layer.setdefault(number, []).append(spec)
         largest = max((sum(spec.nbytes for spec in specs) for n, specs in by_layer.items() if n is not None), default=0)
         size = max(1, _WINDOW_BYTES // max(1, largest))

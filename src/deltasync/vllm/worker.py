@@ -4,8 +4,7 @@ The caller of `scatter` and `copy` has paused the engine.
 """
 
 import logging
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,19 +17,20 @@ from deltasync.errors import CorruptError, EngineError, InvalidInputError, Misma
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.weights import Bits, Region, Weights
 from deltasync.kernels import kernels
-from deltasync.torch.tensors import bits_dtype, torch_dtype
-from deltasync.vllm.copies import Copy
-from deltasync.vllm.memory import Memory
-from deltasync.vllm.probes import NamedTensors, explain
-from deltasync.vllm.stage import SEGMENT_ELEMENTS, Segment, read_stage
+from deltasync.torch.copies import Copy
+from deltasync.torch.live import as_tensor, count_differing, from_mapped, pair
+from deltasync.torch.memory import Memory
+from deltasync.torch.probes import NamedTensors, explain
+from deltasync.torch.stage import SEGMENT_ELEMENTS, Segment, read_stage
+from deltasync.torch.tensors import as_bits
 from deltasync.vllm.twins import Window
 
 logger = logging.getLogger(__name__)
 
-_COMPARE_ELEMENTS = 1 << 24
-"""Elements that are compared in one call, which bounds the temporary memory on an accelerator."""
 _SAMPLE_ELEMENTS = 1 << 12
 """Elements of each segment that are read back after a scatter."""
+LOADED = "deltasync_version"
+"""The attribute of a model that was loaded from the mirror, with the version."""
 
 
 class ModelBuilder(Protocol):
@@ -68,6 +68,11 @@ class RuntimeWeights:
         self._mirror: tuple[str, Weights] | None = None
         self._staged: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._refreshed: list[tuple[int, torch.Tensor]] = []
+
+    def loaded_version(self) -> int | None:
+        """The version that the model was loaded with from the mirror; None if it was loaded from elsewhere."""
+        version: int | None = getattr(self._model, LOADED, None)
+        return version
 
     def describe(self, layout: list[Any]) -> dict[str, Any]:
         """Find out where the tensors of this layout are in memory. Nothing of the live model is written.
@@ -158,7 +163,7 @@ class RuntimeWeights:
         for ordinal in ordinals:
             spec = self._layout.tensors[ordinal]
             elements[ordinal] = sum(copy.elements for copy in self._copies.get(spec.name, ()))
-            count = self._differing(spec, weights.arrays[ordinal])
+            count = count_differing(self._live.spans, self._copies.get(spec.name, ()), spec, weights.arrays[ordinal])
             if count:
                 differing[spec.name] = count
                 if repair:
@@ -169,7 +174,7 @@ class RuntimeWeights:
                 for ordinal, wanted in self._rebuilt(mirror, window, spans):
                     span = self._live.spans[ordinal]
                     elements[first] += len(span.flat)
-                    count = int((_as_bits(span.flat) != _as_bits(wanted.to(span.flat.device))).sum())
+                    count = int((span.bits != as_bits(wanted.to(span.flat.device))).sum())
                     if count:
                         differing[span.path] = count
                         if repair:
@@ -184,12 +189,8 @@ class RuntimeWeights:
 
     def _rebuilt(self, mirror: str, window: Window, ordinals: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """The spans of a twin that is loaded with the mirror, on the host: a device may have no room for them."""
-        weights = self._mapped(mirror)
-        at = self._layout.ordinals
-        # Clones, because a loader may keep or change what it is given.
-        tensors = ((spec.name, _tensor(spec, weights.arrays[at[spec.name]]).clone()) for spec in window.tensors)
         with torch.no_grad():
-            twin = Memory(self._twins.build(tensors, window))
+            twin = Memory(self._twins.build(named_tensors(self._mapped(mirror), window.tensors), window))
         for ordinal in ordinals:
             span = self._live.spans[ordinal]
             there = twin.spans[twin.ordinals[span.path]]
@@ -208,34 +209,12 @@ class RuntimeWeights:
 
     def _copy(self, spec: TensorSpec, bits: Bits) -> None:
         for copy in self._copies.get(spec.name, ()):
-            live, wanted = self._pair(spec, bits, copy)
+            live, wanted = pair(self._live.spans, copy, spec, bits)
             live.copy_(wanted)
-
-    def _differing(self, spec: TensorSpec, bits: Bits) -> int:
-        count = 0
-        for copy in self._copies.get(spec.name, ()):
-            live, wanted = self._pair(spec, bits, copy)
-            rows = max(1, _COMPARE_ELEMENTS * len(live) // copy.elements)
-            for first in range(0, len(live), rows):
-                here, there = live[first : first + rows], wanted[first : first + rows]
-                there = there.to(here.device)
-                is_other = _as_bits(here) != _as_bits(there)
-                if torch_dtype(spec.dtype) != here.dtype:
-                    # The bits of a NaN after a cast depend on the strides of the elements.
-                    is_other &= ~(here.isnan() & there.isnan())
-                count += int(is_other.sum())
-        return count
-
-    def _pair(self, spec: TensorSpec, bits: Bits, copy: Copy) -> tuple[torch.Tensor, torch.Tensor]:
-        """The live elements of a copy and the wanted ones, which are cast as vLLM casts them if its type differs."""
-        flat = self._live.spans[copy.storage].flat
-        live = flat.as_strided(copy.shape, copy.target_strides, copy.target + int(flat.storage_offset()))
-        wanted = _tensor(spec, bits).reshape(-1).as_strided(copy.shape, copy.source_strides, copy.source)
-        return live, wanted if wanted.dtype == live.dtype else wanted.to(live.dtype)
 
     def _on_device(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         spans = self._live.spans[segment.storage : segment.storage + 1]
-        flat = _as_bits(spans[0].flat)[segment.first : segment.first + SEGMENT_ELEMENTS] if spans else torch.empty(0)
+        flat = spans[0].bits[segment.first : segment.first + SEGMENT_ELEMENTS] if spans else torch.empty(0)
         width = segment.values.dtype.itemsize
         if flat.element_size() != width or segment.positions[-1] >= len(flat):
             # Checked for all segments before the first value is written.
@@ -245,8 +224,8 @@ class RuntimeWeights:
                 rule="stage.place",
                 hint="stage the version again; it may belong to another model",
             )
-        positions = _from_mapped(segment.positions)
-        values = _from_mapped(segment.values)
+        positions = from_mapped(segment.positions)
+        values = from_mapped(segment.values)
         if flat.device.type == "cpu":
             return flat, positions, values.view(flat.dtype)
         return flat, wide(positions.to(flat.device)), values.to(flat.device).view(flat.dtype)
@@ -267,7 +246,7 @@ def _require_seen(live: Memory, paths: set[str]) -> None:
             raise MismatchError(
                 f"the live model holds {span.path!r:.200}, which vLLM makes while it serves; a new version would not "
                 "reach it",
-                rule="vllm.derived",
+                rule="engine.derived",
                 hint="restart the server for each version of this model",
             )
 
@@ -298,17 +277,7 @@ def overwrite_on_host(flat: torch.Tensor, positions: torch.Tensor, values: torch
     kernels().overwrite(region, positions.numpy().view(np.uint32), values.numpy().view(f"u{width}"))
 
 
-def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor of any strides."""
-    return tensor.view(bits_dtype(tensor.element_size()))
-
-
-def _tensor(spec: TensorSpec, bits: Bits) -> torch.Tensor:
-    return _from_mapped(bits).view(torch_dtype(spec.dtype)).view(spec.shape)
-
-
-def _from_mapped(bits: Bits) -> torch.Tensor:
-    """A tensor of signed integers over the bits of a mapped file, which must not be written to."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(bits.view(f"i{bits.dtype.itemsize}"))
+def named_tensors(weights: Weights, tensors: Iterable[TensorSpec]) -> NamedTensors:
+    """Some tensors of mapped weights, for a loader of vLLM. They are clones: it may keep or change what it is given."""
+    for spec in tensors:
+        yield spec.name, as_tensor(spec, weights.arrays[weights.layout.ordinals[spec.name]]).clone()

@@ -1,0 +1,164 @@
+"""Beside the server: the private folder of a server that starts from a feed, without a checkpoint on the disk.
+
+The folder holds the model as vLLM looks at it before it loads weights, and the mirror. A process of its own keeps it:
+it fetches the version while vLLM starts, and removes the folder when the server has ended, however it ended.
+"""
+
+import logging
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltasync.checkpoint import WHOLE_NAME, open_checkpoint, write_companion
+from deltasync.errors import DeltasyncError, InvalidInputError
+from deltasync.feed.log import Log
+from deltasync.feed.plan import Plan
+from deltasync.feed.replay import find_files, open_start, with_fallback
+from deltasync.files import locked
+from deltasync.format.layout import Layout
+from deltasync.format.safetensors import header_bytes
+from deltasync.replica.memory import memory_folder
+from deltasync.replica.mirror import fill_mirror
+from deltasync.store import opened
+from deltasync.vllm.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+MODEL = "model"
+MIRROR = "mirror.safetensors"
+
+_CONFIGS = ("config.json", "params.json")
+_TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
+"""How the names of the files of tokenizers begin."""
+_NO_CONFIG = "publish with PublisherOptions(files=model_files(model, tokenizer)), or name a model: -- --model MODEL"
+_NO_TOKENIZER = "publish with PublisherOptions(processing_class=tokenizer), or pass -- --tokenizer NAME"
+
+
+@dataclass(frozen=True, slots=True)
+class BareModel:
+    """A model without its weights: a version of a feed, the files beside it, and the names, types and shapes of the
+    weights."""
+
+    version: int
+    files: Mapping[str, bytes]
+    layout: Layout
+
+    @classmethod
+    def of_feed(cls, feed: str, *, base: Path | None, trust_code: bool, needs_tokenizer: bool) -> "BareModel":
+        """The newest version. InvalidInputError if the feed lacks what a server needs; it names what is missing."""
+        with opened(feed) as store:
+            log = Log(store)
+            head = log.require_head()
+            files = find_files(log, head, trust_code=trust_code)
+            where = f"version {head.version} of {store.url}"
+            if not any(name in files for name in _CONFIGS):
+                hint = _NO_CONFIG
+                if "adapter_config.json" in files:
+                    hint = "it is an adapter: pass --adapter NAME=URL instead of --feed, and -- --model with its base"
+                raise InvalidInputError(f"{where} has no config.json beside its weights", hint=hint)
+            if needs_tokenizer and not any(name.startswith(_TOKENIZERS) for name in files):
+                raise InvalidInputError(f"{where} has no tokenizer beside its weights", hint=_NO_TOKENIZER)
+
+            def read_layout(plan: Plan) -> Layout:
+                ref = plan.edges[0].manifest.base
+                if ref is None:
+                    return open_start(log, plan).layout
+                if base is None and not os.path.exists(ref.checkpoint):
+                    raise InvalidInputError(
+                        f"{where} starts from the checkpoint {ref.checkpoint!r:.200}, which is not in the feed",
+                        hint="pass a copy of it with --base DIR, or serve it: -- --model MODEL",
+                    )
+                return open_checkpoint(ref.checkpoint if base is None else base).weights.layout
+
+            return cls(head.version, files, with_fallback(log, head, read_layout))
+
+    def write(self, folder: Path) -> None:
+        """Write a folder that vLLM can configure itself from.
+
+        vLLM looks for some tensors in the headers of weights. The file has a header, and holes in place of weights,
+        which take no memory.
+        """
+        folder.mkdir()
+        for name, data in self.files.items():
+            write_companion(folder, name, data)
+        with (folder / WHOLE_NAME).open("xb") as file:
+            size = file.write(header_bytes(self.layout.tensors, {"format": "pt"}))
+            file.truncate(size + self.layout.nbytes)
+
+
+def found_home(environment: Mapping[str, str], model: BareModel) -> Path:
+    """A new private folder for this process, in memory, with the model. Its version is fetched in the background.
+
+    The folder is there until this process and all that have inherited its descriptors have ended, also after `exec`.
+    `environment` has the settings of the server. If they name no mirror, it is `MIRROR` in the folder.
+    """
+    mirror = Settings.from_environment(environment).mirror
+    if mirror is not None:
+        # A server that uses the same mirror would keep this one waiting.
+        with locked(mirror):
+            pass
+    ours, server = os.pipe()
+    # In a session of its own: a signal for the terminal or the group of the server must not end it.
+    with os.fdopen(ours) as stdin:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(model.version)],
+            env=environment,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+    try:
+        assert keeper.stdout is not None
+        with keeper.stdout as printed:
+            folder = Path(os.fsdecode(printed.readline()).rstrip("\n"))
+        if not folder.name:
+            raise InvalidInputError("there is no private folder for the server", hint="see the error above")
+        model.write(folder / MODEL)
+        free = shutil.disk_usage(folder).free
+        if mirror is None and model.layout.nbytes > free:
+            raise InvalidInputError(
+                f"the mirror needs {model.layout.nbytes} bytes of shared memory, and {free} are free",
+                hint="raise the limit of a container (--shm-size, --ipc=host), or keep it on a disk: --mirror FILE",
+            )
+    except BaseException:
+        os.close(server)
+        keeper.wait()
+        raise
+    # This end stays open until the server has ended, which is how the keeper learns of that.
+    os.set_inheritable(server, True)
+    os.write(server, b"\n")
+    return folder
+
+
+def keep_home(settings: Settings, version: int) -> None:
+    """Make the folder, print its path, fetch the version at a sign, and wait for the end of stdin."""
+    with memory_folder() as folder:
+        print(folder, flush=True)
+        if sys.stdin.buffer.read(1):
+            mirror = folder / MIRROR if settings.mirror is None else settings.mirror
+            # A process that can be ended at any time, so that nothing is written to a folder that is being removed.
+            fetching = multiprocessing.get_context("fork").Process(
+                target=_fetch, args=(settings, mirror, version), daemon=True
+            )
+            fetching.start()
+            sys.stdin.buffer.read()
+            fetching.kill()
+            fetching.join()
+
+
+def _fetch(settings: Settings, mirror: Path, version: int) -> None:
+    assert settings.feed is not None
+    try:
+        fill_mirror(settings.feed, mirror, base=settings.base, version=version)
+    except DeltasyncError as error:
+        # The workers of the server try again, and report what is wrong then.
+        logger.warning("version %d could not be fetched while the server starts: %s", version, error)
+
+
+if __name__ == "__main__":
+    keep_home(Settings.from_environment(), int(sys.argv[1]))

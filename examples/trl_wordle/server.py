@@ -41,7 +41,8 @@ def main() -> None:
 
 def become_server(options: argparse.Namespace) -> None:
     """Get the model, then replace this process by `deltasync serve`. Does not return."""
-    deltasync = shutil.which("deltasync", path=os.path.dirname(sys.executable))
+    # Beside the interpreter in an environment of its own; elsewhere on the path in an image with the system's Python.
+    deltasync = shutil.which("deltasync", path=os.path.dirname(sys.executable)) or shutil.which("deltasync")
     if deltasync is None:
         raise InvalidInputError("the command deltasync is not installed here", hint="pip install 'deltasync[vllm]'")
     require_free(options.host, options.port)
@@ -55,7 +56,8 @@ def become_server(options: argparse.Namespace) -> None:
     if not os.path.isdir(options.model):
         with open_store(options.feed) as store:
             restore_first(store, options.model, wait_s=options.wait_s)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not options.feed.startswith("hf://"):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.execv(command[0], [*command, "--", *with_model, *listening, *options.arguments])
 
 

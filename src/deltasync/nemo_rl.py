@@ -1,4 +1,4 @@
-"""A checkpoint engine for NeMo RL: a refit goes from the policy workers to the rollout workers through a feed.
+"""NeMo RL: a refit goes from the policy workers to NeMo RL's own rollout workers, or to servers that follow the feed.
 
 policy:
   generation:
@@ -6,25 +6,45 @@ policy:
     refit_cfg:
       "deltasync.nemo_rl:DeltasyncCheckpointEngine":
         feed: s3://bucket/run-42
+
+is the checkpoint engine for rollout workers. For servers that follow the feed by themselves:
+
+    generation.weight_synchronizer = DeltasyncWeightSynchronizer(policy, feed="s3://bucket/run-42", replicas=2)
+    generation.weight_synchronizer.init_communicator()
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
+import ray
 import torch
-from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
 from deltasync import arguments
-from deltasync.errors import InvalidInputError
-from deltasync.torch.held import HeldVersion, require_methods
+from deltasync.errors import EngineError, InvalidInputError
+from deltasync.feed.log import Log
+from deltasync.format.manifest import Manifest
+from deltasync.replica.fleet import replica_states
+from deltasync.store import opened
+from deltasync.torch.held import HeldVersion, publication_numbers, require_methods
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.publisher import PublisherOptions
 
-__all__ = ["DeltasyncCheckpointEngine"]
+try:
+    from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
+    from nemo_rl.weight_sync.interfaces import WeightSynchronizer
+except ImportError as error:
+    raise InvalidInputError(
+        f"this release of NeMo RL has no checkpoint engines or weight synchronizers, or others: {error}",
+        hint="deltasync.nemo_rl is made for the one of August 2026",
+    ) from error
+
+__all__ = ["DeltasyncCheckpointEngine", "DeltasyncWeightSynchronizer"]
 
 _PEERS = ["train_world_size", "rollout_world_size", "metadata"]
-_EXPECTED = {
+_ENGINE = {
     "prepare": ["self"],
     "init_policy_process_group": ["self", "worker_rank", *_PEERS],
     "init_rollout_process_group": ["self", "rollout_rank", *_PEERS],
@@ -32,16 +52,28 @@ _EXPECTED = {
     "receive_weight_batches": ["self"],
 }
 """The methods that NeMo RL asks an engine for, and their parameters, as of August 2026."""
+_SYNCHRONIZER = {
+    "sync_weights": ["self", "timer", "kv_scales"],
+    "is_stale": ["self"],
+    "init_communicator": ["self"],
+    "shutdown": ["self"],
+}
+"""The same for a synchronizer."""
 
 _NONE = -1
+_PHASE = "prepare_for_generation/transfer_and_update_weights"
+"""Under this name NeMo RL shows the time of a refit."""
+_POLL_S = 1.0
 
 
-def require_seam(base: type) -> None:
-    """InvalidInputError, naming the difference, unless the base class is the one that this engine implements."""
-    require_methods(base, _EXPECTED, framework="NeMo RL", hint="deltasync.nemo_rl is made for the one of August 2026")
+def require_seam(engine: type, synchronizer: type) -> None:
+    """InvalidInputError, naming the difference, unless these base classes are those that are implemented here."""
+    for base, expected in ((engine, _ENGINE), (synchronizer, _SYNCHRONIZER)):
+        hint = "deltasync.nemo_rl is made for the one of August 2026"
+        require_methods(base, expected, framework="NeMo RL", hint=hint)
 
 
-require_seam(CheckpointEngine)
+require_seam(CheckpointEngine, WeightSynchronizer)
 
 
 class DeltasyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -50,10 +82,18 @@ class DeltasyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     `bucket_size` is NeMo RL's own: the bytes of a batch of tensors. The other settings are those of `refit_cfg`:
     `feed`, a URL that both sides can reach; `dtype`, the name of a floating-point type to publish; `device`, where
     rollout workers put tensors, by default the accelerator; `wait_s`, how long they wait for a version.
+    `release_after_refit` is NeMo RL's own, too: it then calls `finalize` after each refit, and prepares the next one.
     """
 
     def __init__(
-        self, bucket_size: int, *, feed: str, dtype: str | None = None, device: str | None = None, wait_s: float = 600.0
+        self,
+        bucket_size: int,
+        *,
+        feed: str,
+        dtype: str | None = None,
+        device: str | None = None,
+        wait_s: float = 600.0,
+        release_after_refit: bool = False,
     ) -> None:
         self.bucket_size = arguments.whole_number("bucket_size", bucket_size, least=1)
         cast = None if dtype is None else getattr(torch, dtype, None)
@@ -75,22 +115,30 @@ class DeltasyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[Any]
     ) -> None:
-        """Note the version of this refit, and whether this worker publishes it."""
+        """Note the version of the next refit, and whether this worker publishes it."""
         self._is_master = worker_rank == 0
         self._wanted = _next_version(metadata)
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[Any]
     ) -> None:
-        """Note the version of this refit."""
+        """Note the version of the next refit."""
         self._wanted = _next_version(metadata)
 
     def finalize(self) -> None:
-        """End the refit. The feed, and what this worker holds, stay for the next one."""
+        """End a refit, or the last one. The feed, and what this worker holds, stay for the next one."""
         self._wanted = None
+
+    def _next(self) -> int:
+        """The version of this refit. The next one has the next version, whether this one succeeds or not."""
+        if self._wanted is None:
+            raise InvalidInputError("there is no refit", hint="NeMo RL calls prepare and init_…_process_group first")
+        self._wanted += 1
+        return self._wanted - 1
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Publish the weights, and wait for the commit. Workers other than rank 0 only take part in the gathering."""
+        wanted = self._next()
         pairs = iter(weights)
         try:
             if not self._is_master:
@@ -104,17 +152,15 @@ class DeltasyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             for _ in pairs:
                 pass
         manifest = await asyncio.to_thread(publication.wait, self._wait_s)
-        if manifest.version != self._wanted:
+        if manifest.version != wanted:
             raise InvalidInputError(
-                f"this refit became version {manifest.version}, not {self._wanted}",
+                f"this refit became version {manifest.version}, not {wanted}",
                 hint="does another trainer publish?",
             )
 
     async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
         """The weights of this refit's version, once it is committed, in batches of about `bucket_size` bytes."""
-        if self._wanted is None:
-            raise InvalidInputError("there is no refit", hint="NeMo RL calls init_rollout_process_group first")
-        await asyncio.to_thread(self._held.advance, self._wanted)
+        await asyncio.to_thread(self._held.advance, self._next())
         batch: list[tuple[str, torch.Tensor]] = []
         nbytes = 0
         for name, tensor in self._held.tensors():
@@ -132,6 +178,92 @@ class DeltasyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if publisher is not None:
             publisher.close()
         self._held.close()
+
+
+class DeltasyncWeightSynchronizer(WeightSynchronizer):  # type: ignore[misc]
+    """Publishes the weights of a policy for servers that follow the feed: `deltasync serve`, `deltasync follow`.
+
+    Nothing is sent to a generation object, so servers may be in another cluster, and come and go.
+    `policy`: NeMo RL's policy, whose workers publish through `DeltasyncCheckpointEngine`; `feed`, `dtype` and `wait_s`
+    as there. `replicas`: so many live ones must serve the version before `sync_weights` returns. With 0 it returns
+    after the commit: servers take the version when they can.
+    """
+
+    def __init__(
+        self, policy: Any, *, feed: str, dtype: str | None = None, wait_s: float = 600.0, replicas: int = 0
+    ) -> None:
+        self._policy = policy
+        self._feed = feed
+        self._wait_s = arguments.seconds("wait_s", wait_s, is_zero_allowed=False)
+        self._replicas = arguments.whole_number("replicas", replicas)
+        self._engine = {"feed": feed, "dtype": dtype, "wait_s": self._wait_s, "release_after_refit": False}
+        self._resources = ExitStack()
+        self._log: Log | None = None
+        self._stale = True
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether no refit has succeeded yet."""
+        return self._stale
+
+    def init_communicator(self) -> None:
+        """Let the policy workers open the feed. Before that, a feed that cannot be reached is refused here."""
+        self._log = Log(self._resources.enter_context(opened(self._feed)))
+        self._log.head()
+        name = f"{__name__}:{DeltasyncCheckpointEngine.__name__}"
+        self._run("init_checkpoint_engine", backend=name, bucket_size_bytes=1, engine_kwargs=self._engine)
+        metadata = self._run("prepare_checkpoint_engine")
+        sizes = {"train_world_size": len(metadata), "rollout_world_size": 0}
+        self._run("init_checkpoint_engine_process_group", metadata=metadata, **sizes)
+
+    def sync_weights(
+        self, *, timer: Any = None, kv_scales: Mapping[str, float] | None = None
+    ) -> dict[str, float] | None:
+        """Publish the weights as a version, and wait for the replicas. Returns numbers for the trainer's log.
+
+        EngineError if too few replicas serve the version in time: it is committed, and they may still get it.
+        """
+        if self._log is None:
+            raise InvalidInputError("the synchronizer is not initialized", hint="call init_communicator first")
+        self._stale = True
+        with nullcontext() if timer is None else timer.time(_PHASE):
+            self._run("send_weights_via_checkpoint_engine", kv_scales=kv_scales)
+            manifest = self._log.require_head()
+            self._await_replicas(self._log, manifest)
+        self._stale = False
+        return publication_numbers(manifest)
+
+    def shutdown(self) -> None:
+        """Release the feed, here and in the policy workers."""
+        if self._log is not None:
+            self._log = None
+            self._run("close")
+        self._resources.close()
+
+    def _run(self, method: str, **arguments: Any) -> list[Any]:
+        """What all policy workers return."""
+        refs = self._policy.worker_group.run_all_workers_single_data(
+            "checkpoint_engine_rpc", checkpoint_method=method, method_kwargs=arguments
+        )
+        results: list[Any] = ray.get(refs)
+        return results
+
+    def _await_replicas(self, log: Log, manifest: Manifest) -> None:
+        until_s = time.monotonic() + self._wait_s
+        while self._replicas:
+            states = [state for state in replica_states(log, manifest) if state.is_live]
+            current = [state for state in states if state.version is not None and state.version >= manifest.version]
+            if len(current) >= self._replicas:
+                return
+            if time.monotonic() > until_s:
+                late = ", ".join(f"{s.id} (version {s.version})" for s in states if s not in current) or "none"
+                raise EngineError(
+                    f"{len(current)} of {self._replicas} replicas serve version {manifest.version} after "
+                    f"{self._wait_s:g} s; others that are live: {late:.200}",
+                    version=manifest.version,
+                    hint="`deltasync status` lists them",
+                )
+            time.sleep(_POLL_S)
 
 
 def _next_version(metadata: Sequence[Any]) -> int:

@@ -97,4 +97,4 @@ def _named(side: str, version: int, found: dict[str, float | None]) -> dict[str,
 def _require(thing: Any, *methods: str, what: str) -> None:
     missing = [name for name in methods if not callable(getattr(thing, name, None))]
     if missing:
-        raise InvalidInputError(f"this is not {what}: it has no {', '.join(missing)}")
+        raise InvalidInputError(f"this must be {what}, but it has no {', '.join(missing)}")

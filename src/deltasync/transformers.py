@@ -24,8 +24,7 @@ from deltasync import arguments
 from deltasync.errors import DeltasyncError, InvalidInputError
 from deltasync.format.companions import require_files
 from deltasync.store import Feed
-from deltasync.torch.companions import model_files, saved_files
-from deltasync.torch.publisher import Publisher, TorchPublisher
+from deltasync.torch.publisher import Publisher, TorchPublisher, model_files, saved_files
 from deltasync.torch.sharded import ShardedPublisher
 from deltasync.torch.tensors import NamedTensors, TorchState, named_tensors, require_dtype, unwrapped
 from deltasync.trainer.events import Publication

@@ -12,13 +12,20 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import torch
-from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
 from deltasync import arguments
 from deltasync.errors import InvalidInputError
-from deltasync.torch.held import HeldVersion, require_methods
+from deltasync.torch.held import HeldVersion, publication_numbers, require_methods
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.publisher import PublisherOptions
+
+try:
+    from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
+except ImportError as error:
+    raise InvalidInputError(
+        f"this release of verl has no checkpoint engines, or others: {error}",
+        hint="deltasync.verl is made for verl 0.9.1",
+    ) from error
 
 __all__ = ["DeltasyncCheckpointEngine"]
 
@@ -132,13 +139,7 @@ class DeltasyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
                 f"this round became version {manifest.version}, not {self._wanted}",
                 hint="does another trainer publish?",
             )
-        return {
-            "deltasync/version": float(manifest.version),
-            "deltasync/bytes": float(manifest.nbytes),
-            "deltasync/changed_share": 1.0
-            if manifest.changed is None
-            else manifest.changed / max(1, manifest.elements),
-        }
+        return publication_numbers(manifest)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """The weights of this round's version, once it is committed."""
@@ -146,7 +147,10 @@ class DeltasyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
             raise InvalidInputError("receive_weights needs a round", hint="verl calls init_process_group first")
         manifest = await asyncio.to_thread(self._held.advance, self._wanted)
         if global_steps is not None and manifest.step != global_steps:
-            raise InvalidInputError(f"version {manifest.version} is of step {manifest.step}, not of {global_steps}")
+            raise InvalidInputError(
+                f"version {manifest.version} is of step {manifest.step}, not of {global_steps}",
+                hint="only the actors of this run may publish to the feed: use a feed of its own",
+            )
         for pair in self._held.tensors():
             yield pair
 

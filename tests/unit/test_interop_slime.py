@@ -79,7 +79,7 @@ def test_a_call_that_is_not_slimes_is_refused_at_once(tmp_path: Path, arguments:
         slime.publish(Namespace(**{k: v for k, v in vars(arguments).items() if k != "update_weight_mode"}), root)
     with pytest.raises(InvalidInputError, match="--update-weight-transport disk"):
         slime.publish(Namespace(**{**vars(arguments), "update_weight_transport": "nccl"}), root)
-    with pytest.raises(InvalidInputError, match="not a folder weight_v"):
+    with pytest.raises(InvalidInputError, match="must give a folder weight_v"):
         slime.publish(arguments, str(tmp_path / "elsewhere"))
     del os.environ["DELTASYNC_FEED"]
     with pytest.raises(InvalidInputError, match="DELTASYNC_FEED is not set"):

@@ -1,10 +1,11 @@
-"""The checkpoint engine for NeMo RL, with a double of its base class: the package is in no registry."""
+"""What NeMo RL is given, with doubles of its base classes and of its policy workers: the package is in no registry."""
 
 import asyncio
 import importlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,15 +13,34 @@ from typing import Any
 import pytest
 import torch
 
-from deltasync.errors import InvalidInputError, NotFoundError
+from deltasync import Follower
+from deltasync.errors import EngineError, InvalidInputError, NotFoundError
 from deltasync.feed.log import Log
 from deltasync.store import open_store
+from deltasync.torch import ModuleTarget
 
 State = dict[str, torch.Tensor]
 
 
+class SynchronizerDouble(ABC):
+    """NeMo RL's base class of synchronizers, as of August 2026: names and parameters."""
+
+    @abstractmethod
+    def sync_weights(self, *, timer: Any = None, kv_scales: Any = None) -> Any: ...
+
+    @property
+    @abstractmethod
+    def is_stale(self) -> bool: ...
+
+    @abstractmethod
+    def init_communicator(self) -> None: ...
+
+    @abstractmethod
+    def shutdown(self) -> None: ...
+
+
 class Double(ABC):
-    """The methods of NeMo RL's base class, as of August 2026: names and parameters."""
+    """NeMo RL's base class of checkpoint engines, as of August 2026: names and parameters."""
 
     shard_expert_weights = False
 
@@ -50,17 +70,79 @@ class Double(ABC):
     def receive_weight_batches(self) -> Any: ...
 
 
+class Worker:
+    """A policy worker, which passes calls on to its engine as NeMo RL's does."""
+
+    def __init__(self, module: Any, rank: int) -> None:
+        self.module, self.rank, self.state = module, rank, weights(0)
+        self.engine: Any = None
+        self.is_closed = False
+        self.kv_scales: list[Any] = []
+
+    async def checkpoint_engine_rpc(self, checkpoint_method: str, method_kwargs: dict[str, Any]) -> Any:
+        if checkpoint_method == "init_checkpoint_engine":
+            module_name, class_name = method_kwargs["backend"].split(":")
+            make = getattr(sys.modules[module_name], class_name)
+            self.engine = make(bucket_size=method_kwargs["bucket_size_bytes"], **method_kwargs["engine_kwargs"])
+            return None
+        if checkpoint_method == "prepare_checkpoint_engine":
+            return {**self.engine.prepare(), "rank": self.rank}
+        if checkpoint_method == "init_checkpoint_engine_process_group":
+            return self.engine.init_policy_process_group(worker_rank=self.rank, **method_kwargs)
+        if checkpoint_method == "send_weights_via_checkpoint_engine":
+            self.kv_scales.append(method_kwargs["kv_scales"])
+            return await self.engine.send_weights(iter(self.state.items()))
+        self.is_closed = checkpoint_method == "close"
+        return getattr(self.engine, checkpoint_method)(**method_kwargs)
+
+
+class Policy:
+    """A policy, whose worker group calls a method of all workers and returns references."""
+
+    def __init__(self, module: Any, count: int) -> None:
+        self.workers = [Worker(module, rank) for rank in range(count)]
+        self.worker_group = self
+
+    def run_all_workers_single_data(self, method_name: str, **arguments: Any) -> list[Any]:
+        return [getattr(worker, method_name)(**arguments) for worker in self.workers]
+
+
+class Timer:
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        yield
+        self.names.append(name)
+
+
+def ray_get(references: list[Any]) -> list[Any]:
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*references)
+
+    return asyncio.run(gather())
+
+
+RAY = ModuleType("ray")
+RAY.get = ray_get  # type: ignore[attr-defined]
+
+
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module, imported with the double in place of NeMo RL."""
-    for name in (
-        "nemo_rl",
-        "nemo_rl.utils",
-        "nemo_rl.utils.checkpoint_engines",
-        "nemo_rl.utils.checkpoint_engines.base",
-    ):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(sys.modules["nemo_rl.utils.checkpoint_engines.base"], "CheckpointEngine", Double, raising=False)
+    doubles = {
+        "nemo_rl.utils.checkpoint_engines.base": ("CheckpointEngine", Double),
+        "nemo_rl.weight_sync.interfaces": ("WeightSynchronizer", SynchronizerDouble),
+    }
+    for path, (name, double) in doubles.items():
+        parts = path.split(".")
+        for count in range(1, len(parts) + 1):
+            package = ".".join(parts[:count])
+            if package not in sys.modules:
+                monkeypatch.setitem(sys.modules, package, ModuleType(package))
+        monkeypatch.setattr(sys.modules[path], name, double, raising=False)
+    monkeypatch.setitem(sys.modules, "ray", RAY)
     yield importlib.import_module("deltasync.nemo_rl")
     sys.modules.pop("deltasync.nemo_rl")
 
@@ -84,18 +166,13 @@ class Counted:
 async def refit(
     policy: list[Any], rollout: list[Any], sent: list[Counted]
 ) -> list[list[list[tuple[str, torch.Tensor]]]]:
-    """One refit, in the order of NeMo RL's synchronizer."""
-    metadata = [engine.prepare() for engine in (*policy, *rollout)]
-    sizes = {"train_world_size": len(policy), "rollout_world_size": len(rollout), "metadata": metadata}
-    for rank, engine in enumerate(policy):
-        engine.init_policy_process_group(worker_rank=rank, **sizes)
-    for rank, engine in enumerate(rollout):
-        engine.init_rollout_process_group(rollout_rank=rank, **sizes)
+    """One refit with `release_after_refit`, in the order of NeMo RL's synchronizer."""
+    await prepare(policy, rollout)
 
-    async def receive(engine: Any) -> list[list[tuple[str, torch.Tensor]]]:
+    async def batches(engine: Any) -> list[list[tuple[str, torch.Tensor]]]:
         return [batch async for batch in engine.receive_weight_batches()]
 
-    received = asyncio.gather(*(receive(engine) for engine in rollout))
+    received = asyncio.gather(*(batches(engine) for engine in rollout))
     for engine, generator in zip(policy, sent, strict=True):
         await engine.send_weights(iter(generator))
     found = await received
@@ -116,14 +193,97 @@ def test_each_refit_brings_the_bits_to_every_rollout_worker(tmp_path: Path, modu
         assert [generator.count for generator in sent] == [3, 3], "all ranks gather"
         assert (len(whole), len(small)) == (1, 2)
         for batches in (whole, small):
-            found = dict(pair for batch in batches for pair in batch)
-            assert found.keys() == state.keys()
-            assert all(
-                torch.equal(found[n].view(-1).view(torch.uint8), t.view(-1).view(torch.uint8)) for n, t in state.items()
-            )
+            assert same(dict(pair for batch in batches for pair in batch), state)
     assert Log(open_store(feed)).require_head().version == 2
     for engine in (*policy, *rollout):
         engine.close()
+
+
+async def prepare(policy: list[Any], rollout: list[Any]) -> None:
+    """What NeMo RL does once, unless `release_after_refit` is set."""
+    metadata = [engine.prepare() for engine in (*policy, *rollout)]
+    sizes = {"train_world_size": len(policy), "rollout_world_size": len(rollout), "metadata": metadata}
+    for rank, engine in enumerate(policy):
+        engine.init_policy_process_group(worker_rank=rank, **sizes)
+    for rank, engine in enumerate(rollout):
+        engine.init_rollout_process_group(rollout_rank=rank, **sizes)
+
+
+async def receive(engine: Any) -> State:
+    return dict([pair async for batch in engine.receive_weight_batches() for pair in batch])
+
+
+def same(found: State, wanted: State) -> bool:
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[n].view(-1).view(torch.uint8), t.view(-1).view(torch.uint8)) for n, t in wanted.items()
+    )
+
+
+def test_many_refits_after_one_preparation(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = str(tmp_path / "feed")
+    make = module.DeltasyncCheckpointEngine
+    sender = make(bucket_size=1 << 20, feed=feed, release_after_refit=False)
+    receiver = make(bucket_size=1 << 20, feed=feed, release_after_refit=False, wait_s=0.2)
+    asyncio.run(prepare([sender], [receiver]))
+    for version in range(3):
+        asyncio.run(sender.send_weights(iter(weights(version).items())))
+        assert same(asyncio.run(receive(receiver)), weights(version))
+    # A refit that fails at the receiver: the next one brings its own weights, not those of the one that failed.
+    asyncio.run(sender.send_weights(iter(weights(3).items())))
+    with monkeypatch.context() as patch:
+        patch.setattr(receiver._held, "advance", lambda version: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            asyncio.run(receive(receiver))
+    asyncio.run(sender.send_weights(iter(weights(4).items())))
+    assert same(asyncio.run(receive(receiver)), weights(4))
+    # One that was never sent.
+    with pytest.raises(NotFoundError, match="version 5 was not committed"):
+        asyncio.run(receive(receiver))
+    for engine in (sender, receiver):
+        engine.close()
+
+
+def test_a_synchronizer_publishes_for_replicas_that_follow(tmp_path: Path, module: Any) -> None:
+    feed, policy, timer = str(tmp_path / "feed"), Policy(module, 2), Timer()
+    synchronizer = module.DeltasyncWeightSynchronizer(policy, feed=feed, replicas=1, wait_s=60)
+    with pytest.raises(InvalidInputError, match="init_communicator"):
+        synchronizer.sync_weights()
+    synchronizer.init_communicator()
+    assert synchronizer.is_stale
+    served = weights(9)
+    with Follower(feed, ModuleTarget(served), replica="server") as follower:
+        follower.start()
+        for version in range(3):
+            for worker in policy.workers:
+                worker.state = weights(version)
+            numbers = synchronizer.sync_weights(timer=timer, kv_scales={"k": 1.0} if version else None)
+            assert numbers["deltasync/version"] == version
+            assert numbers["deltasync/bytes"] > 0
+            assert not synchronizer.is_stale
+            assert same(served, weights(version)), "it has the version when sync_weights returns"
+    assert timer.names == ["prepare_for_generation/transfer_and_update_weights"] * 3
+    assert policy.workers[1].kv_scales == [None, {"k": 1.0}, {"k": 1.0}]
+    synchronizer.shutdown()
+    synchronizer.shutdown()
+    assert all(worker.is_closed for worker in policy.workers)
+
+
+def test_too_few_replicas_are_an_error_that_names_the_others(tmp_path: Path, module: Any) -> None:
+    feed, policy = str(tmp_path / "feed"), Policy(module, 1)
+    synchronizer = module.DeltasyncWeightSynchronizer(policy, feed=feed, replicas=1, wait_s=3)
+    synchronizer.init_communicator()
+    with pytest.raises(EngineError, match=r"0 of 1 replicas serve version 0 .* live: none"):
+        synchronizer.sync_weights()
+    assert synchronizer.is_stale
+    with Follower(feed, ModuleTarget(weights(9)), replica="late") as follower:
+        follower.advance()
+        with pytest.raises(EngineError, match=r"live: late \(version 0\)"):
+            synchronizer.sync_weights()
+        synchronizer.shutdown()
+    without = module.DeltasyncWeightSynchronizer(policy, feed=feed)
+    without.init_communicator()
+    assert without.sync_weights()["deltasync/version"] == 2
+    without.shutdown()
 
 
 def test_a_refit_that_fails_is_gathered_to_its_end(tmp_path: Path, module: Any) -> None:
@@ -162,11 +322,25 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, module: Any) -> None:
         asyncio.run(receive())
 
 
+def test_a_release_without_the_seam_is_refused_at_import(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["nemo_rl.weight_sync.interfaces"], "WeightSynchronizer")
+    monkeypatch.delitem(sys.modules, "deltasync.nemo_rl")
+    with pytest.raises(InvalidInputError, match="WeightSynchronizer"):
+        importlib.import_module("deltasync.nemo_rl")
+    monkeypatch.setitem(sys.modules, "deltasync.nemo_rl", module)
+
+
 def test_another_seam_is_refused(module: Any) -> None:
-    class Other(Double):
+    class OtherEngine(Double):
         @abstractmethod
         async def send_weights(self, weights: Any, step: int) -> None: ...
 
-    module.require_seam(Double)
-    with pytest.raises(InvalidInputError, match="send_weights differ"):
-        module.require_seam(Other)
+    class OtherSynchronizer(SynchronizerDouble):
+        @abstractmethod
+        def mark_stale(self) -> None: ...
+
+    module.require_seam(Double, SynchronizerDouble)
+    with pytest.raises(InvalidInputError, match="another OtherEngine: send_weights differ"):
+        module.require_seam(OtherEngine, SynchronizerDouble)
+    with pytest.raises(InvalidInputError, match="another OtherSynchronizer: mark_stale differ"):
+        module.require_seam(Double, OtherSynchronizer)

@@ -52,5 +52,5 @@ def test_numbers_of_a_replica() -> None:
 
 @pytest.mark.parametrize("make", [to_wandb, lambda thing: to_mlflow(thing, run_id="x"), to_tensorboard])
 def test_something_else_is_refused_at_once(make: Any) -> None:
-    with pytest.raises(InvalidInputError, match="this is not a"):
+    with pytest.raises(InvalidInputError, match="this must be a"):
         make(object())

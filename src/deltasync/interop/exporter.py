@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from deltasync.interop.folder import (
     list_folders,
     write_files,
 )
+from deltasync.parallel import Closable
 from deltasync.store import Feed, opened
 
 MARK = "deltasync-export.json"
@@ -50,7 +50,7 @@ class Exported:
     nbytes: int
 
 
-class Exporter:
+class Exporter(Closable):
     """Writes the versions of a feed to `folders`, in order: first a checkpoint, then a delta for each version.
 
         with Exporter("s3://bucket/run-42", "shared/weights") as exporter:
@@ -89,14 +89,6 @@ class Exporter:
         self._log: Log | None = None
         self._resources = ExitStack()
         self._held: tuple[Manifest, Weights] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Release the feed."""
@@ -171,11 +163,7 @@ class Exporter:
         make_folder(self._root)
         beside = {**find_files(log, target, trust_code=self._trust_code), MARK: _mark(target)}
 
-        def fill(empty: Weights) -> None:
-            for source, array in zip(weights.arrays, empty.arrays, strict=True):
-                array[:] = source
-
-        write_checkpoint(weights.layout, beside, path, fill)
+        write_checkpoint(weights.layout, beside, path, lambda empty: empty.copy_from(weights))
         return Exported(path, target.version, None, weights.layout.nbytes)
 
     def _write_delta(
@@ -213,7 +201,11 @@ class Exporter:
         try:
             manifest = log.read(version)
         except NotFoundError as error:
-            raise MismatchError(f"{path} is not of this feed: {error.message}", rule="export.feed") from error
+            raise MismatchError(
+                f"{path} is not of this feed: {error.message}",
+                rule="export.feed",
+                hint="choose an empty folder, or the feed that the folders were written from",
+            ) from error
         if manifest.digest != digest:
             raise MismatchError(
                 f"{path} has the digest {digest}, version {version} of the feed has {manifest.digest}",

@@ -100,9 +100,19 @@ def open_folder(path: Path) -> DeltaFolder | None:
     checksum_format = _known(path, metadata, "checksum_format", get_args(ChecksumFormat))
     version, base_version = (_number(path, metadata, name) for name in ("version", "base_version"))
     if folder_version(path) not in (None, version):
-        raise MismatchError(f"{path} says that it is version {version}", rule="folder.version", key=str(path))
+        raise MismatchError(
+            f"{path} says that it is version {version}",
+            rule="folder.version",
+            key=str(path),
+            hint=f"give it the name {folder_name(version)}, or write it again",
+        )
     if base_version >= version:
-        raise MismatchError(f"{path} leads from version {base_version} to {version}", rule="folder.version")
+        raise MismatchError(
+            f"{path} leads from version {base_version} to {version}, but a change must lead to a later version",
+            rule="folder.version",
+            key=str(path),
+            hint="write it again",
+        )
     by_file: dict[str, list[str]] = {}
     for tensor, file_name in weight_map.items():
         by_file.setdefault(file_name, []).append(tensor)
@@ -128,7 +138,11 @@ def _read_index(path: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
     except FileNotFoundError as error:
         if (path / WHOLE_NAME).exists():
             return None, {}
-        raise NotFoundError(f"{path} is not complete: there is no {INDEX_NAME} in it", key=str(path)) from error
+        raise NotFoundError(
+            f"{path} is not complete: there is no {INDEX_NAME} in it",
+            key=str(path),
+            hint="wait until the trainer has written it",
+        ) from error
     metadata: Any = fields.get("metadata", {})
     weight_map: Any = fields.get("weight_map")
     are_objects = isinstance(metadata, dict) and isinstance(weight_map, dict)
@@ -162,7 +176,11 @@ def _read_tensors(file: Path, names: list[str]) -> Iterator[EncodedTensor]:
         with file.open("rb") as opened:
             header = read_header(reader(opened.fileno()), file.stat().st_size)
     except FileNotFoundError as error:
-        raise NotFoundError(f"{file.parent} is not complete: {file.name} is missing", key=str(file)) from error
+        raise NotFoundError(
+            f"{file.parent} is not complete: {file.name} is missing",
+            key=str(file),
+            hint="wait until the trainer has written it",
+        ) from error
     except DeltasyncError as error:
         raise error.at(file) from error
     entries = {entry.name: entry for entry in header.entries}

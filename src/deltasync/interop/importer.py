@@ -2,16 +2,13 @@
 
 import hashlib
 import os
-from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from deltasync import arguments
-from deltasync.checkpoint import INDEX_NAME, Checkpoint, companion_files, open_checkpoint
+from deltasync.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from deltasync.errors import InvalidInputError, MismatchError, NotFoundError
-from deltasync.feed.log import Log
 from deltasync.format.manifest import Manifest
 from deltasync.interop.folder import (
     DeltaFolder,
@@ -22,11 +19,11 @@ from deltasync.interop.folder import (
     list_folders,
     open_folder,
 )
-from deltasync.store import Feed, opened
+from deltasync.store import Feed
 from deltasync.trainer.capture import Shadow
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
-from deltasync.trainer.watch import Settling
+from deltasync.trainer.watch import FolderPublisher, SettledFolders
 
 VERSION = "weight_version"
 """The key in a manifest's `extra` with the version of the folder that was imported."""
@@ -37,7 +34,7 @@ _INDEX = "weight_index_sha256"
 _Path = str | os.PathLike[str]
 
 
-class Importer:
+class Importer(FolderPublisher):
     """Publishes the folders `weight_v…` of `folders` to a feed, in order, each as one version.
 
         with Importer("run/weights", "s3://bucket/run-42", base="Qwen3-0.6B") as importer:
@@ -67,26 +64,8 @@ class Importer:
         if restart and base is None:
             raise InvalidInputError("restart needs a base", hint="give the checkpoint that the trainer began with")
         # Each folder is a change to the version before it, which must be in the shadow.
-        self._options = replace(PublisherOptions() if options is None else options, wait=True)
-        self._feed = feed
-        self._publisher: FeedPublisher | None = None
-        self._resources = ExitStack()
-        self._settling = Settling()
+        super().__init__(feed, replace(PublisherOptions() if options is None else options, wait=True), SettledFolders())
         self._newest: Publication | None = None
-        self.waiting_for: str | None = None
-        """Why `advance` returned None although there is another folder: it is not complete."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Finish what is in flight, and release the feed."""
-        self._resources.close()
 
     @property
     def version(self) -> int | None:
@@ -102,7 +81,7 @@ class Importer:
         """
         self.waiting_for = None
         folders = list_folders(self._root)
-        self._open(folders)
+        publisher = self._opened(partial(self._require_same_run, folders))
         self._require_committed()
         last = None if self._restart else self.version
         if last is None and self._base is not None:
@@ -119,40 +98,40 @@ class Importer:
         path = folders[following[0]]
         try:
             folder = open_folder(path)
-            if folder is None and not self._settling.is_settled(path):
+            if folder is None and not self._settled.is_settled(path):
                 self.waiting_for = f"{path} may still be written"
                 return None
         except NotFoundError as error:
             self.waiting_for = error.message
             return None
-        return self._publish(path, folder)
+        return self._publish(publisher, path, folder)
 
     def publish_base(self, base: _Path | None) -> Publication:
         """Publish the checkpoint that the trainer begins with, or begins again with: the folders count from there."""
         checkpoint = open_checkpoint(arguments.local_path("base", base))
         self._restart = True
-        self._open({})
+        publisher = self._opened(partial(self._require_same_run, {}))
         self._require_committed()
-        publication = self._publish_checkpoint(checkpoint, {VERSION: "0"}, step=0)
+        publication = self._publish_checkpoint(publisher, checkpoint, {VERSION: "0"}, step=0)
         self._restart = False
         return publication
 
     def publish_folder(self, path: _Path) -> Publication:
         """Publish one folder, which is complete."""
-        self._open({})
+        publisher = self._opened(partial(self._require_same_run, {}))
         self._require_committed()
         place = arguments.local_path("path", path)
-        return self._publish(place, open_folder(place))
+        return self._publish(publisher, place, open_folder(place))
 
-    def _publish(self, path: Path, folder: DeltaFolder | None) -> Publication:
+    def _publish(self, publisher: FeedPublisher, path: Path, folder: DeltaFolder | None) -> Publication:
         version = folder_version(path)
         if version is None:
-            raise InvalidInputError(f"{path} is not called {folder_name(7)} or the like")
+            raise InvalidInputError(f"the name of a folder must be like {folder_name(7)}, not {path.name!r:.200}")
         extra = {VERSION: str(version), _INDEX: _index_sha256(path)}
         if folder is None:
-            return self._publish_checkpoint(open_checkpoint(path), extra, step=version)
-        last, publisher = self.version, self._publisher
-        if last is None or publisher is None:
+            return self._publish_checkpoint(publisher, open_checkpoint(path), extra, step=version)
+        last = self.version
+        if last is None:
             raise MismatchError(
                 f"{path} is a change to version {folder.base_version}, and the feed has no version yet",
                 rule="folder.base",
@@ -172,30 +151,15 @@ class Importer:
         self._newest = publisher.publish_changes(find, step=version, extra=extra)
         return self._newest
 
-    def _publish_checkpoint(self, checkpoint: Checkpoint, extra: dict[str, str], *, step: int) -> Publication:
-        publisher = self._publisher
-        if publisher is None:
-            raise InvalidInputError("this importer is closed", hint="open a new one")
-        publisher.files, publisher.needs_files = companion_files(checkpoint), True
-        try:
-            self._newest = publisher.publish(checkpoint.weights, step=step, extra=extra)
-        except InvalidInputError as error:
-            raise MismatchError(f"{checkpoint.path}: {error.message}", rule="folder.layout", hint=error.hint) from error
+    def _publish_checkpoint(
+        self, publisher: FeedPublisher, checkpoint: Checkpoint, extra: dict[str, str], *, step: int
+    ) -> Publication:
+        self._newest = self._publish_weights(publisher, checkpoint, step=step, extra=extra, rule="folder.layout")
         return self._newest
 
-    def _open(self, folders: dict[int, Path]) -> None:
-        if self._publisher is not None:
+    def _require_same_run(self, folders: dict[int, Path], head: Manifest | None) -> None:
+        if head is None or self._restart:
             return
-        store = self._resources.enter_context(opened(self._feed))
-        head = Log(store).head()
-        if head is not None and not self._restart:
-            self._require_same_run(head, folders)
-        publisher = FeedPublisher(store, self._options)
-        self._resources.callback(publisher.close)
-        publisher.open()
-        self._publisher = publisher
-
-    def _require_same_run(self, head: Manifest, folders: dict[int, Path]) -> None:
         last = _imported(head)
         if last in folders and head.extra.get(_INDEX) not in (None, _index_sha256(folders[last])):
             raise MismatchError(

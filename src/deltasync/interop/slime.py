@@ -70,7 +70,7 @@ def _checked(args: Any, place: Path) -> Path | None:
     is_root = Path(args.update_weight_disk_dir).resolve() == place.resolve()
     if is_root and args.update_weight_mode == "delta":
         return None
-    raise InvalidInputError(f"slime gave {place}, which is not a folder weight_v… of --update-weight-disk-dir")
+    raise InvalidInputError(f"slime must give a folder weight_v… of --update-weight-disk-dir, not {place}")
 
 
 def _rank() -> int:

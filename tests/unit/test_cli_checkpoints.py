@@ -336,7 +336,7 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: Out, error: BaseExc
     def fail(path: str, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("deltasync.cli.checkpoints.read_payload", fail)
+    monkeypatch.setattr("deltasync.oneshot.inspect", fail)
     assert run("inspect", "x") == code
     assert "error: " in capsys.readouterr().err
 
@@ -359,7 +359,7 @@ def test_errors_of_files_say_what_to_do(
     def fail(path: str, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("deltasync.cli.checkpoints.read_payload", fail)
+    monkeypatch.setattr("deltasync.oneshot.inspect", fail)
     assert run("inspect", "x") == 1
     assert capsys.readouterr().err.startswith(f"error: {message}")
     assert run("inspect", "x", "--json") == 1
@@ -401,7 +401,7 @@ def test_levels_of_the_log(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None
             warnings.warn("built without kernels", RuntimeWarning, stacklevel=1)
         raise errors.InvalidInputError("wrong")
 
-    monkeypatch.setattr("deltasync.cli.checkpoints.read_payload", chatty)
+    monkeypatch.setattr("deltasync.oneshot.inspect", chatty)
     odd = ["warning: something odd: \\x1b[2J", "warning: built without kernels"]
     for options, expected in (
         ([], odd),

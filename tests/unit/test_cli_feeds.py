@@ -1,3 +1,4 @@
+import http.client
 import json
 import os
 import re
@@ -11,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.feeds import LONG_S, publish, publisher
 from support.helpers import changed, state, write_sharded
-from support.publishing import LONG_S, publish, publisher
+from support.replicas import wait_until
 
 import deltasync
 from deltasync.cli import main as cli
@@ -790,3 +793,63 @@ def test_relay_follows_and_goes_on_after_a_kill(place: Path, capsys: Out) -> Non
     capsys.readouterr()
     assert run("status", "feed") == 0
     assert "relay" in text(capsys)
+
+
+# --- health and metrics of what follows a feed ------------------------------------------------------------------------
+
+FOLLOWS = {
+    "pruner": ["prune", "feed", *KEEP_ONE, "--yes", "--every-s", "0.1"],
+    "compactor": ["compact", "feed", "--levels", "2"],
+    "relay": ["relay", "feed", "copy"],
+}
+
+
+def ask(address: str, path: str, token: str | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(address, timeout=60)
+    try:
+        connection.request("GET", path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(("role", "version"), [("pruner", 3), ("compactor", 4), ("relay", 4)])
+def test_what_follows_a_feed_listens(place: Path, role: str, version: int) -> None:
+    argv = [*FOLLOWS[role], "--follow", "--json", "--listen", "127.0.0.1:0", "--metrics"]
+    command = [sys.executable, "-m", "deltasync", *argv]
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, "DELTASYNC_TOKEN": "t"}, **pipes) as process:
+        try:
+            assert process.stderr is not None
+            address = json.loads(process.stderr.readline())["listening"].removeprefix("http://")
+            wait_until(lambda: ask(address, "/readyz")[0] == 200)
+            assert json.loads(ask(address, "/readyz")[1]) == {"ready": True, "version": version}
+            assert ask(address, "/status")[0] == ask(address, "/status", "wrong")[0] == 401
+            status = json.loads(ask(address, "/status", "t")[1])
+            assert (status["version"], status["not_ready"]) == (version, None)
+            text = ask(address, "/metrics")[1].decode()
+            found = {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples}
+            assert found[f"deltasync_{role}_version"] == version
+            assert found[f"deltasync_{role}_failing"] == 0
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("role", FOLLOWS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--listen", "127.0.0.1:0"], "--listen has no effect without --follow"),
+        (["--follow", "--metrics"], "--metrics needs an address"),
+        (["--follow", "--listen", "0.0.0.0:0"], "there is no token"),
+    ],
+)
+def test_what_cannot_listen(place: Path, capsys: Out, role: str, options: list[str], message: str) -> None:
+    assert run(*FOLLOWS[role], *options) == 1
+    assert message in capsys.readouterr().err
+    assert run("verify", "feed") == 0
+    assert "5 versions" in text(capsys)
+    assert not (place / "copy").exists()

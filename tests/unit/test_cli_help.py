@@ -23,6 +23,10 @@ from deltasync.replica.loop import SCRUB_S
 Out = pytest.CaptureFixture[str]
 DOCS = Path(__file__).parents[2] / "docs/commands.md"
 
+MODULES_MAX = 110
+OWN_MODULES_MAX = 20
+"""Modules that help imports, of all and of deltasync alone: about as many as it needs."""
+
 
 def commands() -> dict[str, Parser]:
     (subparsers,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
@@ -107,16 +111,20 @@ def test_the_default_of_the_scrub_is_that_of_the_library() -> None:
     assert parse(["follow", "feed", "--target", "live", "--scrub-s", "off"], environment={}).scrub_s is None
 
 
-def test_help_imports_little() -> None:
-    """No NumPy, no rich, no client of a store: help and errors of usage come at once."""
+@pytest.mark.parametrize("argv", [["--help"], *([name, "--help"] for name in ("log", "follow", "diff"))], ids=" ".join)
+def test_help_imports_little(argv: list[str]) -> None:
+    """No NumPy, no rich, no client of a store, and few modules of ours: help and errors of usage come at once."""
     code = (
-        "import json, sys\nfrom deltasync.cli.main import main\n"
-        "try:\n    main(['log', '--help'])\nexcept SystemExit:\n    pass\n"
-        "print(json.dumps(sorted(sys.modules)), file=sys.stderr)"
+        "import json, sys\nbefore = set(sys.modules)\nfrom deltasync.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print(json.dumps(sorted(set(sys.modules) - before)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = {name.partition(".")[0] for name in json.loads(done.stderr)}
-    assert loaded.isdisjoint({"numpy", "rich", "obstore", "shtab", "torch", "prometheus_client", "vllm"})
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
+    loaded = json.loads(done.stderr)
+    heavy = {"numpy", "rich", "obstore", "shtab", "torch", "prometheus_client", "vllm"}
+    assert heavy.isdisjoint(name.partition(".")[0] for name in loaded)
+    assert len([name for name in loaded if name.partition(".")[0] == "deltasync"]) <= OWN_MODULES_MAX, loaded
+    assert len(loaded) <= MODULES_MAX, loaded
 
 
 # --- did you mean -----------------------------------------------------------------------------------------------------

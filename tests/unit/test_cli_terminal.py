@@ -60,6 +60,7 @@ COMMANDS: dict[str, tuple[int, list[str]]] = {
     "diff": (0, ["c0", "c1", "-o", "new.delta"]),
     "apply": (0, ["c0", "delta", "-o", "applied"]),
     "inspect": (0, ["delta", "--old", "c0"]),
+    "plan": (0, ["c0", "c1", "--link", "1gbit"]),
     "digest": (0, ["c0"]),
     "doctor": (0, ["small", "--probe-mb", "1"]),
 }

@@ -1,25 +1,96 @@
-"""Commands on checkpoints and payloads: diff, apply, inspect, digest."""
+"""Commands on checkpoints and payloads: diff, apply, inspect, digest. What they do is imported when they run."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deltasync import blocks
-from deltasync.checkpoint import open_checkpoint
-from deltasync.cli.commands import ROWS_MAX
-from deltasync.cli.output import Column, Output, number_column
-from deltasync.cli.units import bits_text, number_text, or_dash, percent, ratio_text, share_text, size_text
+from deltasync.cli.output import ROWS_MAX, Column, Output, number_column
+from deltasync.cli.parser import Commands, add_command, add_threads
+from deltasync.cli.units import bits_text, count_text, number_text, or_dash, percent, ratio_text, share_text, size_text
 from deltasync.errors import InvalidInputError
-from deltasync.files import atomic_write
-from deltasync.oneshot import Inspection, diff_chunks
-from deltasync.oneshot import apply as apply_delta
-from deltasync.oneshot import inspect as read_payload
 from deltasync.parallel import counting
+
+if TYPE_CHECKING:
+    from deltasync.oneshot import Inspection
+
+
+def add_diff(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "diff",
+        "checkpoints",
+        "Write the delta between two checkpoints to a file.",
+        more="`deltasync apply` makes the new checkpoint from the old one and this file.",
+        example="deltasync diff step-100 step-101 -o step-101.delta",
+    )
+    parser.add_place("old", help="checkpoint folder or .safetensors file")
+    parser.add_place("new", help="checkpoint folder or .safetensors file")
+    parser.add_argument("-o", "--output", metavar="DELTA", required=True, type=Path, help="file to write")
+    parser.add_argument(
+        "--codec",
+        choices=("exp/1", "coo/1"),
+        default="exp/1",
+        help="exp/1 is the smallest (default), coo/1 has plain indices and values",
+    )
+    add_threads(parser)
+
+
+def add_apply(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "apply",
+        "checkpoints",
+        "Write the checkpoint that a delta leads to from an older one.",
+        more="Refuses a delta that was made from other weights than those of OLD.",
+        example="deltasync apply step-100 step-101.delta -o step-101",
+    )
+    parser.add_place("old", help="checkpoint folder or .safetensors file")
+    parser.add_place("delta", help="file that `deltasync diff` wrote")
+    parser.add_argument(
+        "-o", "--output", metavar="NEW", required=True, type=Path, help="checkpoint to write, structured as OLD"
+    )
+    add_threads(parser)
+
+
+def add_inspect(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "inspect",
+        "checkpoints",
+        "Describe the contents of a payload.",
+        more="With --old it counts the changes of each layer and tensor.",
+        example="deltasync inspect step-101.delta --old step-100",
+    )
+    parser.add_place("file", help="file that `deltasync diff` wrote")
+    parser.add_argument(
+        "--old", metavar="CHECKPOINT", help="the checkpoint that the delta was made from: count changes by tensor"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help=f"list every layer, block and tensor, not only the {ROWS_MAX} most changed"
+    )
+    add_threads(parser)
+
+
+def add_digest(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "digest",
+        "checkpoints",
+        "Print the state digest of a checkpoint.",
+        more="Checkpoints with one digest have the same names, types, shapes and bits.",
+        example="deltasync digest checkpoints/step-100",
+    )
+    parser.add_place("checkpoint", help="checkpoint folder or .safetensors file")
+    add_threads(parser)
 
 
 def diff(args: argparse.Namespace, out: Output) -> None:
     """Write the delta, and print its size against that of the weights."""
+    from deltasync.files import atomic_write
+    from deltasync.oneshot import diff_chunks
+    from deltasync.oneshot import inspect as read_payload
+
     if args.output.is_dir():
         raise InvalidInputError(f"{args.output} is a folder", hint="name a file to write")
     _require_other_file(args.output, args.old, args.new)
@@ -49,7 +120,7 @@ def diff(args: argparse.Namespace, out: Output) -> None:
     )
 
 
-def _changed_text(delta: Inspection) -> str:
+def _changed_text(delta: "Inspection") -> str:
     elements = delta.layout.elements
     return f"{number_text(delta.changed)} of {number_text(elements)} elements changed " + (
         f"({share_text(delta.changed, elements)})"
@@ -58,6 +129,9 @@ def _changed_text(delta: Inspection) -> str:
 
 def apply(args: argparse.Namespace, out: Output) -> None:
     """Write the checkpoint, and print its digest."""
+    from deltasync.oneshot import apply as apply_delta
+    from deltasync.oneshot import inspect as read_payload
+
     _require_other_file(args.output, args.delta)
     digest = read_payload(args.delta).digest
     with out.bars() as progress:
@@ -76,6 +150,8 @@ def _require_other_file(output: Path, *inputs: str) -> None:
 
 def inspect(args: argparse.Namespace, out: Output) -> None:
     """Print a summary of a payload, and tables by layer, codec, block and tensor."""
+    from deltasync.oneshot import inspect as read_payload
+
     with out.bars() as progress:
         payload = read_payload(args.file, old=args.old, progress=progress)
     if out.is_json:
@@ -88,7 +164,7 @@ def inspect(args: argparse.Namespace, out: Output) -> None:
             ("kind", payload.kind),
             (
                 "weights",
-                f"{number_text(len(layout.tensors))} tensors, {number_text(layout.elements)} elements, "
+                f"{count_text(len(layout.tensors), 'tensor')}, {count_text(layout.elements, 'element')}, "
                 f"{size_text(layout.nbytes)} ({ratio_text(payload.nbytes, layout.nbytes)})",
             ),
             ("layout", layout.sha256),
@@ -116,7 +192,7 @@ def inspect(args: argparse.Namespace, out: Output) -> None:
     _print_tensors(out, payload, rows_max)
 
 
-def _print_layers(out: Output, payload: Inspection, rows_max: int | None) -> None:
+def _print_layers(out: Output, payload: "Inspection", rows_max: int | None) -> None:
     if out.columns is not None and len(payload.layers) > 1 and all(y.changed is None for y in payload.layers):
         out.line("layers: every block has elements of several layers; --old CHECKPOINT counts the changes of each")
         return
@@ -155,7 +231,7 @@ def _count_or_shared(value: Any) -> str:
     return value if isinstance(value, str) else number_text(value)
 
 
-def _print_blocks(out: Output, payload: Inspection, rows_max: int | None) -> None:
+def _print_blocks(out: Output, payload: "Inspection", rows_max: int | None) -> None:
     columns = (
         Column("block"),
         Column("begins at", is_name=True),
@@ -182,7 +258,7 @@ def _print_blocks(out: Output, payload: Inspection, rows_max: int | None) -> Non
     out.table(_title("blocks", len(rows), len(payload.blocks)), columns, rows)
 
 
-def _print_tensors(out: Output, payload: Inspection, rows_max: int | None) -> None:
+def _print_tensors(out: Output, payload: "Inspection", rows_max: int | None) -> None:
     most_changed = sorted(payload.tensors, key=lambda t: (t.blocks == 0, -(t.changed or 0)))[:rows_max]
     columns = (
         Column("tensor", is_name=True),
@@ -203,6 +279,9 @@ def _title(noun: str, shown: int, total: int) -> str:
 
 def digest(args: argparse.Namespace, out: Output) -> None:
     """Print the state digest of a checkpoint."""
+    from deltasync import blocks
+    from deltasync.checkpoint import open_checkpoint
+
     weights = open_checkpoint(args.checkpoint).weights
     layout = weights.layout
     with out.bars() as progress:

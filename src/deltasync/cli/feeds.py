@@ -5,13 +5,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 from deltasync.checkpoint import open_checkpoint
-from deltasync.cli.commands import ROWS_MAX
 from deltasync.cli.folders import watch
 from deltasync.cli.follow import calling_on_signal
-from deltasync.cli.output import Column, Output, number_column
+from deltasync.cli.listen import listening, require_address
+from deltasync.cli.output import ROWS_MAX, Column, Output, number_column
 from deltasync.cli.timeline import VersionTimeline
 from deltasync.cli.units import (
     bits_text,
@@ -30,11 +31,13 @@ from deltasync.cli.units import (
 from deltasync.errors import CorruptError, InvalidInputError, NotFoundError
 from deltasync.feed.compact import LEVELS, Compactor
 from deltasync.feed.log import READ_THREADS, Log, manifest_key
+from deltasync.feed.metrics import Role, UpkeepCollector
 from deltasync.feed.plan import Plan
 from deltasync.feed.prune import Pruner, Pruning, Retention, plan_prune
 from deltasync.feed.prune import prune as delete
 from deltasync.feed.replay import plan_restore
 from deltasync.feed.replay import restore as write
+from deltasync.feed.upkeep import Upkeep
 from deltasync.feed.verify import Verification
 from deltasync.feed.verify import verify as check
 from deltasync.format import keys
@@ -108,11 +111,11 @@ def log(args: argparse.Namespace, out: Output) -> None:
         head = log.require_head()
         first = 0 if args.all else max(0, head.version + 1 - ROWS_MAX)
         manifests = [*log.read_many(range(first, head.version)), head]
-        listed = [version for version in log.anchors() if version >= first]
         # `prune` may delete one after it was listed.
-        added = [anchor for anchor in each(log.anchor, listed, waiting=READ_THREADS) if anchor is not None]
+        listed = each(log.anchor, log.anchors(start=first), waiting=READ_THREADS)
+        added = [anchor for anchor in listed if anchor is not None]
         anchors = {anchor.version: anchor.nbytes for anchor in added}
-        skips = [pair for pair in log.skips() if pair[0] >= first]
+        skips = log.skips(start=first)
         floor = log.floor()
         pins = [pin for pin in log.pins() if pin.version >= first]
         pinned = {pin.version for pin in pins}
@@ -331,6 +334,7 @@ def prune(args: argparse.Namespace, out: Output) -> None:
         raise InvalidInputError(
             "--follow deletes without asking", hint="add --yes, or leave out --follow to look first"
         )
+    require_address(args, follows=args.follow, without="without --follow")
     if args.follow:
         _prune_and_follow(args, out, retention)
         return
@@ -385,7 +389,15 @@ def _prune_and_follow(args: argparse.Namespace, out: Output, retention: Retentio
                 _print_run(out, pruning, stay)
             return False
 
-        _run_until_signal(loop, step)
+        with _upkeep_listening(args, out, "pruner", pruner.upkeep):
+            _run_until_signal(loop, step)
+
+
+def _upkeep_listening(
+    args: argparse.Namespace, out: Output, role: Role, upkeep: Upkeep
+) -> AbstractContextManager[None]:
+    collector = UpkeepCollector(role, {(): upkeep})
+    return listening(args, out, lambda: upkeep, collector, why_not_ready=upkeep.why_not_ready)
 
 
 def _print_run(out: Output, pruning: Pruning, stay: Sequence[str]) -> None:
@@ -409,6 +421,7 @@ def _run_until_signal(loop: Loop, step: Callable[[], bool]) -> None:
 
 def compact(args: argparse.Namespace, out: Output) -> None:
     """Write the skips that are missing, and print each as it is committed; as JSON all at once, unless it follows."""
+    require_address(args, follows=args.follow, without="without --follow")
     written: list[Manifest] = []
     with opened(args.url) as store:
         compactor, loop = Compactor(store, levels=LEVELS if args.levels is None else args.levels), Loop()
@@ -424,7 +437,8 @@ def compact(args: argparse.Namespace, out: Output) -> None:
             return len(written) > before
 
         if args.follow:
-            _run_until_signal(loop, step)
+            with _upkeep_listening(args, out, "compactor", compactor.upkeep):
+                _run_until_signal(loop, step)
         else:
             step()
     if not out.is_json:

@@ -1,9 +1,6 @@
 """The `follow` command: a checkpoint folder that is kept at the newest version."""
 
 import argparse
-import importlib.util
-import json
-import os
 import signal
 import sys
 import time
@@ -16,6 +13,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
+from deltasync.cli.listen import listening, require_address
 from deltasync.cli.output import Output
 from deltasync.cli.units import count_text, duration_text, number_text, size_text, time_text
 from deltasync.errors import EngineError, InvalidInputError
@@ -23,7 +21,7 @@ from deltasync.replica.events import Advance, Seconds
 from deltasync.replica.folder import FolderTarget
 from deltasync.replica.follower import Follower
 from deltasync.replica.hook import Hook
-from deltasync.replica.metrics import exposition, listening, no_version
+from deltasync.replica.metrics import FollowerCollector, no_version
 from deltasync.sglang import SglangTarget
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -51,13 +49,13 @@ class _HookedFolder(FolderTarget):
 
 def follow(args: argparse.Namespace, out: Output) -> None:
     """Print a line for every version that goes live, until SIGINT or SIGTERM."""
-    if args.once and args.listen is not None:
-        raise InvalidInputError("--listen has no effect with --once", hint="leave one of them out")
-    for name, value in (("--metrics", args.metrics), ("--ready-s", args.ready_s is not None)):
-        if value and args.listen is None:
-            raise InvalidInputError(f"{name} needs an address", hint="add --listen HOST:PORT")
+    require_address(args, follows=not args.once, without="with --once")
+    if args.ready_s is not None and args.listen is None:
+        raise InvalidInputError("--ready-s needs an address", hint="add --listen HOST:PORT")
     if args.sglang is not None and args.program is not None:
         raise InvalidInputError("--sglang and --exec both load the folder", hint="leave one of them out")
+    if args.only_changes and args.sglang is None:
+        raise InvalidInputError("--only-changes is for an SGLang server", hint="add --sglang URL")
     hook = None if args.program is None else Hook(args.program, args.target, timeout_s=args.exec_timeout_s)
     moves: Moves = SimpleQueue()
     with ExitStack() as held:
@@ -93,17 +91,19 @@ def follow(args: argparse.Namespace, out: Output) -> None:
             if hook is not None:
                 _run_once(hook)
             return
-        if args.listen is not None:
-            url = held.enter_context(_listening(args, follower, hook))
-            text = json.dumps({"listening": url}) if out.is_json else f"listening on {url}"
-            print(text, file=sys.stderr, flush=True)
+        held.enter_context(_listening(args, out, follower, hook))
         _follow_and_print(follower, moves, show, hook)
 
 
 def _target(args: argparse.Namespace, hook: Hook | None) -> FolderTarget:
     if args.sglang is not None:
         return SglangTarget(
-            args.target, args.sglang, path_there=args.sglang_path, pause=args.pause, keeps_cache=args.keep_cache
+            args.target,
+            args.sglang,
+            path_there=args.sglang_path,
+            pause=args.pause,
+            keeps_cache=args.keep_cache,
+            only_changes=args.only_changes,
         )
     target = _HookedFolder(args.target)
     target.hook = hook
@@ -126,11 +126,8 @@ def _run_once(hook: Hook) -> None:
     )
 
 
-def _listening(args: argparse.Namespace, follower: Follower, hook: Hook | None) -> Any:
+def _listening(args: argparse.Namespace, out: Output, follower: Follower, hook: Hook | None) -> Any:
     read_hook = None if hook is None else lambda: hook.status
-    metrics = None
-    if args.metrics or importlib.util.find_spec("prometheus_client") is not None:
-        metrics = exposition(follower.status, read_hook)
 
     def why_not_ready() -> str | None:
         reason = no_version(follower.status, ready_s=args.ready_s)
@@ -143,10 +140,8 @@ def _listening(args: argparse.Namespace, follower: Follower, hook: Hook | None) 
         return reason
 
     details: Callable[[], dict[str, Any]] = dict if hook is None else lambda: {"exec": asdict(hook.status)}
-    token = os.environ.get("DELTASYNC_TOKEN") or None
-    return listening(
-        follower.status, *args.listen, token=token, metrics=metrics, why_not_ready=why_not_ready, details=details
-    )
+    collector = FollowerCollector(follower.status, read_hook)
+    return listening(args, out, follower.status, collector, why_not_ready=why_not_ready, details=details)
 
 
 def _follow_and_print(follower: Follower, moves: Moves, show: Callable[[Advance], None], hook: Hook | None) -> None:

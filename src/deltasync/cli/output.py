@@ -19,6 +19,9 @@ from deltasync.cli.units import number_text, or_dash
 from deltasync.errors import printable
 from deltasync.parallel import Progress as ProgressCallback
 
+ROWS_MAX = 20
+"""Rows of a table without `--all`."""
+
 _GAP = "  "
 _LEAST_TEXT = 8
 _SHORT_TEXT = 24

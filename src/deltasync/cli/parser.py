@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 FEED_VARIABLE = "DELTASYNC_FEED"
@@ -145,7 +146,9 @@ def version_or_name(text: str) -> int | str:
     if text.isascii() and text.isdecimal():
         return int(text)
     if parse_pin_key(f"{PINS}{text}.json") is None:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is neither a version nor the name of a pin")
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is neither a version nor the name of a pin, which begins with a letter"
+        )
     return text
 
 
@@ -175,3 +178,88 @@ def seconds_or_off(text: str) -> float | None:
         return None if text == "off" else seconds(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, or off") from error
+
+
+Commands = Any
+"""What `add_subparsers` returns; its class is private."""
+
+
+def add_command(
+    commands: Commands, name: str, module: str, summary: str, *, more: str, example: str, has_output: bool = True
+) -> Parser:
+    """Add a command that calls the function of its name in `deltasync.cli.MODULE`."""
+    parser: Parser = commands.add_parser(
+        name,
+        help=summary[0].lower() + summary[1:].rstrip("."),
+        description=f"{summary}\n{more}",
+        epilog=f"example:\n  {example}\n\ndocs/commands.md#{name} has the details.",
+    )
+    parser.set_defaults(
+        command=name, module=module, function=name, parser=parser, json=False, plain=False, verbose=0, quiet=False
+    )
+    if has_output:
+        group = parser.add_argument_group("output")
+        group.add_argument("--json", action="store_true", help="print JSON instead of text, errors too")
+        group.add_argument("--plain", action="store_true", help="print plain text, as into a pipe: tabs, whole numbers")
+        group.add_argument("-v", "--verbose", action="count", default=0, help="log what is done; -vv logs details")
+        group.add_argument("-q", "--quiet", action="store_true", help="no progress bars, no warnings")
+    return parser
+
+
+def add_url(parser: Parser) -> None:
+    parser.add_place("url", help="the feed: a folder, or s3://…, gs://…, az://…, hf://buckets/…")
+
+
+def add_base(parser: Parser) -> None:
+    parser.add_argument(
+        "--base", type=Path, metavar="DIR", help="local copy of the checkpoint that the feed began with"
+    )
+
+
+def add_trust_code(parser: Parser, verb: str) -> None:
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help=f"also {verb} files beside the weights that can run code when they are loaded (*.py, *.bin, *.pt, …)",
+    )
+
+
+def add_threads(parser: Parser) -> None:
+    parser.add_argument("--threads", type=positive, metavar="N", help="number of threads (default: one per core)")
+
+
+def add_follow_flag(parser: Parser, what: str = "versions") -> None:
+    parser.add_argument("--follow", action="store_true", help=f"go on with new {what}, until SIGINT or SIGTERM")
+
+
+def add_shadow(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--shadow", type=Path, metavar="FILE", help="keep the last weights in this file, not in memory")
+
+
+def add_require_fencing(parser: Parser) -> None:
+    parser.add_argument(
+        "--require-fencing", action="store_true", help="refuse a store that cannot keep two writers apart"
+    )
+
+
+def add_replica(parser: Parser) -> None:
+    parser.add_argument("--replica", metavar="ID", help="the id in heartbeats (default: random)")
+
+
+def address(text: str) -> tuple[str, int]:
+    from deltasync.listener import parse_address
+
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not HOST:PORT, such as 127.0.0.1:8642") from error
+
+
+def add_listen(parser: Parser) -> None:
+    parser.add_argument(
+        "--listen",
+        type=address,
+        metavar="HOST:PORT",
+        help="serve /healthz, /readyz, /status and, with prometheus-client, /metrics while following",
+    )
+    parser.add_argument("--metrics", action="store_true", help="refuse to start without /metrics")

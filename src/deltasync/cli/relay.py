@@ -6,19 +6,24 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 
 from deltasync.cli.follow import calling_on_signal
+from deltasync.cli.listen import listening, require_address
 from deltasync.cli.output import Output
-from deltasync.cli.units import count_text, number_text, size_text, time_text
+from deltasync.cli.units import count_text, size_text, time_text
 from deltasync.errors import ConflictError
+from deltasync.feed.metrics import UpkeepCollector
 from deltasync.feed.relay import Relay, Relayed
+from deltasync.feed.upkeep import Upkeep
 from deltasync.replica.loop import Loop
 from deltasync.store import opened
 
 
 def relay(args: argparse.Namespace, out: Output) -> None:
     """Copy a feed to each destination, and print each edge that was sent, and the bytes for each destination."""
+    require_address(args, follows=args.follow, without="without --follow")
     with ExitStack() as held:
         source = held.enter_context(opened(args.url))
         copies = [held.enter_context(opened(url)) for url in args.destination]
@@ -38,11 +43,35 @@ def relay(args: argparse.Namespace, out: Output) -> None:
             each.check()
         printer = _Printer(out, has_lines=args.follow)
         if args.follow:
-            _follow(relays, printer)
+            with _listening(args, out, relays):
+                _follow(relays, printer)
         else:
             with ThreadPoolExecutor(len(relays)) as pool:
                 list(pool.map(printer.print_all, relays))
         printer.print_totals([copy.url for copy in copies])
+
+
+@dataclass(frozen=True, slots=True)
+class _Status:
+    """How far the copies are. `version` is the oldest of their newest versions; None if one has none."""
+
+    version: int | None
+    destinations: dict[str, Upkeep]
+
+
+def _listening(args: argparse.Namespace, out: Output, relays: Sequence[Relay]) -> AbstractContextManager[None]:
+    upkeeps = {each.destination: each.upkeep for each in relays}
+
+    def status() -> _Status:
+        versions = [upkeep.version for upkeep in upkeeps.values()]
+        oldest = min((version for version in versions if version is not None), default=None)
+        return _Status(None if None in versions else oldest, upkeeps)
+
+    def why_not_ready() -> str | None:
+        reasons = ((url, upkeep.why_not_ready()) for url, upkeep in upkeeps.items())
+        return next((f"{url}: {reason}" for url, reason in reasons if reason is not None), None)
+
+    return listening(args, out, status, UpkeepCollector.of_relays(*relays), why_not_ready=why_not_ready)
 
 
 def _follow(relays: Sequence[Relay], printer: "_Printer") -> None:
@@ -122,7 +151,7 @@ class _Printer:
             self._sent.append(sent)
             return
         origin = "" if sent.parent is None else f" from {sent.parent}"
-        left_out = f", {number_text(sent.left_out)} versions left out" if sent.left_out else ""
+        left_out = f", {count_text(sent.left_out, 'version')} left out" if sent.left_out else ""
         text = f"{sent.kind}{origin} to version {sent.version}, {size_text(sent.payload_bytes)}{left_out}"
         self._out.line(f"{time_text(now_unix_s)}  {sent.destination}: {text}", indent=" " * 21)
         sys.stdout.flush()

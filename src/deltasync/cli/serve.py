@@ -14,11 +14,13 @@ from pathlib import Path
 from deltasync.cli.output import Output
 from deltasync.errors import InvalidInputError
 from deltasync.store import open_store
+from deltasync.vllm.home import MIRROR, MODEL, BareModel, found_home
 from deltasync.vllm.plugin import BACKEND
 from deltasync.vllm.settings import Settings
 
 _SERVER = "vllm.entrypoints.openai.api_server"
 _TRANSFER = "--weight-transfer-config"
+_LOAD_FORMAT = "--load-format"
 _PLUGIN_GROUPS = (
     "vllm.general_plugins",
     "vllm.io_processor_plugins",
@@ -43,6 +45,7 @@ def serve(args: argparse.Namespace, out: Output) -> None:
         "READY_S": args.ready_s,
         "SCRUB_S": args.scrub_s,
         "REPLICA": args.replica,
+        "BASE": None if args.base is None else str(args.base),
     }
     installed = [plugin.name for group in _PLUGIN_GROUPS for plugin in entry_points(group=group)]
     launch = prepare_launch(args.arguments, given, environment=os.environ, plugins=installed)
@@ -51,6 +54,8 @@ def serve(args: argparse.Namespace, out: Output) -> None:
             open_store(feed).close()
     if importlib.util.find_spec("vllm") is None:
         raise InvalidInputError("vLLM is not installed here", hint="pip install 'deltasync[vllm]'")
+    if needs_model(args.arguments, launch.settings):
+        launch = with_model(launch, trust_code=args.trust_code)
     if token is None:
         print(f"the control routes require the token {given['TOKEN']}", file=sys.stderr)
     sys.stdout.flush()
@@ -71,6 +76,46 @@ class Launch:
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
+
+    @property
+    def settings(self) -> Settings:
+        return Settings.from_environment(self.environment)
+
+
+def needs_model(arguments: Sequence[str], settings: Settings) -> bool:
+    """Whether vLLM has to get its model from the feed: there is one, and the arguments name no model.
+
+    A file of arguments (`--config`) may name it. InvalidInputError for arguments that need a model on the disk.
+    """
+    given = _options(arguments)
+    if settings.feed is None or not given.keys().isdisjoint({"--model", "--config"}):
+        return False
+    if given.get(_LOAD_FORMAT, BACKEND) != BACKEND:
+        raise InvalidInputError(
+            f"{_LOAD_FORMAT} {given[_LOAD_FORMAT]!s:.80} needs a model, and the arguments of vLLM name none",
+            hint=f"leave {_LOAD_FORMAT} out to take the weights from the feed, or name one: -- --model MODEL",
+        )
+    return True
+
+
+def with_model(launch: Launch, *, trust_code: bool) -> Launch:
+    """The same server with the model of the feed, in a private folder that is there as long as this process."""
+    settings, given = launch.settings, _options(launch.command)
+    assert settings.feed is not None
+    model = BareModel.of_feed(
+        settings.feed,
+        base=settings.base,
+        trust_code=trust_code,
+        needs_tokenizer=given.keys().isdisjoint({"--tokenizer", "--skip-tokenizer-init"}),
+    )
+    home = found_home(launch.environment, model)
+    added = ["--model", str(home / MODEL)]
+    if _LOAD_FORMAT not in given:
+        added += [_LOAD_FORMAT, BACKEND]
+    if "--served-model-name" not in given:
+        added += ["--served-model-name", settings.feed.rstrip("/").rpartition("/")[2]]
+    mirror = home / MIRROR if settings.mirror is None else settings.mirror
+    return Launch((*launch.command, *added), {**launch.environment, "DELTASYNC_MIRROR": str(mirror)})
 
 
 def prepare_launch(
@@ -98,11 +143,7 @@ def prepare_launch(
 def _has_backend(arguments: Sequence[str]) -> bool:
     """Whether the arguments of vLLM select our backend; InvalidInputError if they select another one."""
     backend = None
-    for i, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if not equals:
-            value = arguments[i + 1] if i + 1 < len(arguments) else ""
-        option = name.replace("_", "-")
+    for option, value in _options(arguments).items():
         if option == _TRANSFER:
             backend = _parse_backend(value)
         elif option == f"{_TRANSFER}.backend":
@@ -112,6 +153,18 @@ def _has_backend(arguments: Sequence[str]) -> bool:
             f"{_TRANSFER} selects the backend {backend!r:.80}, not {BACKEND!r}", hint="leave the option out"
         )
     return backend is not None
+
+
+def _options(arguments: Sequence[str]) -> dict[str, str]:
+    """The options among the arguments of vLLM, each with what follows it."""
+    options = {}
+    for i, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            following = arguments[i + 1] if i + 1 < len(arguments) else ""
+            # vLLM takes names with underscores, too.
+            options[name.replace("_", "-")] = value if equals else following
+    return options
 
 
 def _parse_backend(value: str) -> str:

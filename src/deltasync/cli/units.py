@@ -4,8 +4,6 @@ import math
 import time
 from collections.abc import Collection, Iterable
 
-from deltasync.format import keys
-
 
 def number_text(count: int) -> str:
     """A whole number with separators: 1,234,567."""
@@ -90,6 +88,8 @@ _RANGES_MAX = 50
 
 def ranges_text(versions: Iterable[int]) -> str:
     """Ascending versions as ranges: `0-3, 7`. Of very many ranges, only the first ones and the last one."""
+    from deltasync.format import keys  # here, so that help does not import the format
+
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in keys.ranges(versions)]
     if len(texts) > _RANGES_MAX:
         texts = [*texts[: _RANGES_MAX - 2], f"{len(texts) - _RANGES_MAX + 1} more ranges", texts[-1]]

@@ -1,4 +1,4 @@
-"""Commands that show a feed: ui (a web page), report (the page as one file), watch (the terminal)."""
+"""Commands that show a feed: ui (a web page), report (the page as one file), watch (the terminal), status."""
 
 import argparse
 import json
@@ -8,12 +8,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from deltasync.cli.feeds import feed_size_text
+from deltasync.cli.feeds import feed_size_text, stored
 from deltasync.cli.follow import calling_on_signal
-from deltasync.cli.output import Output, shortened
+from deltasync.cli.output import Column, Output, shortened
 from deltasync.cli.units import count_text, duration_text, or_dash, ratio_text, share_text, size_text
-from deltasync.errors import DeltasyncError, InvalidInputError, StoreError, printable
+from deltasync.errors import DeltasyncError, InvalidInputError, MismatchError, StoreError, printable
+from deltasync.feed.log import Log
 from deltasync.files import atomic_write
+from deltasync.replica.fleet import ReplicaState, replica_states
 from deltasync.store import opened
 from deltasync.ui.alerts import Alert, alerts
 from deltasync.ui.overview import Overview, Replica, Watch
@@ -33,12 +35,13 @@ def ui(args: argparse.Namespace, out: Output) -> None:
     token = os.environ.get("DELTASYNC_TOKEN") or None
     with opened(args.url) as store:
         page = Page(store, token=token)
-        with serving(page, *args.listen, has_token=token is not None) as url:
+        # Before the address is printed: from then on a signal ends it as it should.
+        with calling_on_signal(page.stop), serving(page, *args.listen, has_token=token is not None) as url:
             hint = "; it asks for DELTASYNC_TOKEN" if token else ""
             text = json.dumps({"listening": url}) if out.is_json else f"open {url}/ in a browser{hint}"
             print(text, file=sys.stderr, flush=True)
             # In a thread of its own: a handler that runs in this one must not meet a lock of the page.
-            with ThreadPoolExecutor(1) as pool, calling_on_signal(page.stop):
+            with ThreadPoolExecutor(1) as pool:
                 pool.submit(page.run).result()
 
 
@@ -275,3 +278,60 @@ def _alert_text(alert: Alert, columns: int) -> Any:
     from rich.text import Text
 
     return Text(shortened(f"{alert.level}: {printable(alert.message)}", columns), style=_STYLES[alert.level])
+
+
+_COLUMNS = (
+    Column("replica", is_name=True),
+    Column("version"),
+    Column("lag"),
+    Column("age", duration_text),
+    Column("state", is_name=True),
+    Column("digest", is_name=True),
+    Column("proved", rank=2),
+    Column("engine", is_name=True, rank=1),
+    Column("last move", is_name=True, rank=3),
+)
+
+
+def status(args: argparse.Namespace, out: Output) -> None:
+    """List the replicas; an error if a live one has other bits than its version."""
+    with opened(args.url) as store:
+        log = Log(store)
+        head = log.require_head()
+        floor = log.floor()
+        states = replica_states(log, head)
+        payloads, stored_bytes = stored(store)
+    if out.is_json:
+        sizes = {"stored_bytes": stored_bytes, "stored_payloads": payloads}
+        replicas = [state.to_json() for state in states]
+        out.json({"head": head.version, "floor": floor, **sizes, "replicas": replicas})
+    else:
+        live = sum(state.is_live for state in states)
+        title = f"version {head.version} is the newest" + (f", pruned before version {floor}" if floor else "")
+        title += f"; {count_text(live, 'live replica')}, {len(states) - live} silent"
+        title += f"; {feed_size_text(payloads, stored_bytes)}"
+        alarming = [i for i, state in enumerate(states) if state.has_digest is False]
+        out.table(title, _COLUMNS, [_row(state) for state in states], alarming=alarming)
+    sys.stdout.flush()
+    wrong = [state.id for state in states if state.is_live and state.has_digest is False]
+    if wrong:
+        raise MismatchError(
+            f"{args.url}: {count_text(len(wrong), 'replica')} with another digest than that of the version served, "
+            f"or with a version that the feed does not have, such as {wrong[0]!r:.140}",
+            hint="scrub or restart them; `deltasync verify` checks the feed itself",
+        )
+
+
+def _row(state: ReplicaState) -> tuple[Any, ...]:
+    proved_s = state.proved_age_s
+    return (
+        state.id,
+        state.version,
+        state.lag,
+        state.age_s,
+        "live" if state.is_live else "silent",
+        "unknown" if state.has_digest is None else "equal" if state.has_digest else "DIFFERENT",
+        None if proved_s is None else f"{state.proved_version}, {duration_text(proved_s)} ago",
+        state.engine,
+        ", ".join(f"{phase} {duration_text(value)}" for phase, value in state.seconds.items()) or None,
+    )

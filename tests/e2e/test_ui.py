@@ -1,22 +1,36 @@
 """The page of a feed in a real browser: live updates, alerts, the heat map, widths, colours, accessibility."""
 
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
+import numpy as np
 import pytest
+from support.feeds import Feed
 from support.servers import missing, npm_package
-from support.watching import Run
 
 import deltasync
+from deltasync import blocks
+from deltasync.blocks import detect
+from deltasync.codecs import exp
 from deltasync.format import keys
+from deltasync.format.manifest import Manifest
+from deltasync.format.sealed import Heartbeat
+from deltasync.format.weights import Weights
+from deltasync.replica.events import Seconds
+from deltasync.store.local import LocalStore
+from deltasync.ui.index import read_version
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -34,7 +48,86 @@ FLAGS = (
     "--disable-sync",
 )
 LONG_MS = 30_000
+NONE = "\u2013"
+"""What the page shows for a figure that is not known."""
+
 HOSTILE = "<img src=x onerror=alert(1)>\u202e"
+STEP_S = 20
+WIDTH = 64
+_KINDS = {
+    "self_attn.q_proj.weight": (WIDTH, WIDTH),
+    "self_attn.k_proj.weight": (WIDTH // 4, WIDTH),
+    "self_attn.v_proj.weight": (WIDTH // 4, WIDTH),
+    "self_attn.o_proj.weight": (WIDTH, WIDTH),
+    "mlp.gate_proj.weight": (2 * WIDTH, WIDTH),
+    "mlp.up_proj.weight": (2 * WIDTH, WIDTH),
+    "mlp.down_proj.weight": (WIDTH, 2 * WIDTH),
+    "input_layernorm.weight": (WIDTH,),
+}
+
+
+def model(layers: int) -> dict[str, np.ndarray]:
+    """A small model whose tensors have the names of a large one."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (256, WIDTH)}
+    for layer in range(layers):
+        shapes |= {f"model.layers.{layer}.{kind}": shape for kind, shape in _KINDS.items()}
+    shapes["model.norm.weight"] = (WIDTH,)
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+
+
+class Run(Feed):
+    """A run in a folder. Each tensor is a block of its own, as in a model whose tensors have millions of elements.
+
+    Its last version so far is committed now, those before at a steady pace.
+    """
+
+    def __init__(self, folder: Path, *, versions: int, layers: int = 8) -> None:
+        super().__init__(LocalStore(folder))
+        self.folder = folder
+        self._first_unix_s = int(time.time()) - STEP_S * (versions - 1)
+        self._rng = np.random.default_rng(1)
+        self.anchor(model(layers))
+        for _ in range(versions - 1):
+            self.step()
+
+    def new(self, *args: Any, **fields: Any) -> Manifest:
+        version = len(self.states)
+        return super().new(*args, created_unix_s=self._first_unix_s + STEP_S * version, step=10 * version, **fields)
+
+    def step(self) -> Manifest:
+        """The next version: late layers and the MLP change most."""
+        old, version = self.states[-1], len(self.states)
+        arrays = tuple(array.copy() for array in old.arrays)
+        for spec, array in zip(old.layout.tensors, arrays, strict=True):
+            layer = int(spec.name.split(".")[2]) if ".layers." in spec.name else 1
+            share = 0.002 * (1 + layer) * (0.35 if "attn" in spec.name else 1.0) * (1.2 + math.sin(version / 6))
+            bits = array.reshape(-1)
+            hit = self._rng.random(bits.size) < share
+            bits[hit] += 1
+        new = Weights(old.layout, arrays)
+        runs = [np.array([(i, 0, spec.elements)], np.int64) for i, spec in enumerate(old.layout.tensors)]
+        group = [exp.encode(old, changes) for piece in runs for changes in detect(old, new, piece)]
+        ref = self.put_change(version - 1, version, group)
+        changed = sum(block.changed for block in group)
+        return self._commit(self.new("delta", new, blocks.digest(new), payloads=(ref,), changed=changed), new)
+
+    def beat(
+        self, replica: str, version: int, *, ago_s: float = 3, engine: str = "vllm 0.32", proved: bool = True
+    ) -> None:
+        """The heartbeat of a replica that serves a version."""
+        served = self.log.read(version)
+        seconds = Seconds(plan=0.012, fetch=0.31, decode=0.17, stage=0.09, commit=0.021, pause=0.008)
+        facts = {"engine": engine, "digest": served.digest.hex, **seconds.facts()}
+        if proved:
+            facts |= {"proved_version": str(version), "proved_unix_s": str(int(time.time() - ago_s - 240))}
+        self.write_beat(replica, version, facts, ago_s=ago_s)
+
+    def write_beat(self, replica: str, version: int | None, facts: dict[str, str], *, ago_s: float = 3) -> None:
+        """A heartbeat with any facts."""
+        at_s = time.time() - ago_s
+        self.log.beat(Heartbeat(replica, version, int(at_s), facts))
+        os.utime(self.folder / keys.replica_key(replica), (at_s, at_s))
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +282,17 @@ def test_the_heat_map_of_a_version(browser: "Browser", run: Run, axe: str) -> No
         assert first.evaluate(level) < last.evaluate(level)
         page.select_option("#measure", "bits")
         assert violations(page, axe) == []
+        # How far weights moved: as the tables of the blocks say it, for every cell that changed.
+        detail = read_version(run.log, 23)
+        single = detail.steps[0] / sum(detail.steps)
+        assert f"1: {100 * single:.1f}"[:4] in page.locator("dl.facts").inner_text()
+        for measure, wanted in (("steps", r"[0-9.]+\s?%"), ("ulps", r"[0-9,]+")):
+            page.select_option("#measure", measure)
+            texts = page.locator("table.heat td[title]").all_inner_texts()
+            changed = [text for text in texts if text != NONE]
+            assert len(changed) > 30
+            assert all(re.fullmatch(wanted, text) for text in changed), changed
+            assert violations(page, axe) == []
         page.click("text=Version 22")
         page.wait_for_selector("h1 >> text=Version 22")
         page.go_back()
@@ -269,6 +373,9 @@ def test_a_report_needs_nothing_else(browser: "Browser", run: Run, tmp_path: Pat
         assert violations(page, axe) == []
         page.click('#versions a[href="#/v/23"]')
         page.wait_for_selector("table.heat")
+        assert "Steps in ulps" in page.locator("dl.facts").inner_text()
+        page.select_option("#measure", "ulps")
+        assert set(page.locator("table.heat td[title]").all_inner_texts()) > {NONE}
         assert page.locator("#versions a").count() == 16
         assert seen.problems == []
         assert seen.hosts == {""}

@@ -84,6 +84,14 @@ MUTANTS = (
         killers=("tests/unit/test_ui_overview.py::test_changes_of_a_shared_block_are_marked_as_shared_out",),
     ),
     Mutant(
+        name="steps-of-another-size",
+        harm="The page says that weights moved by twice as many units in the last place as they did.",
+        path="src/deltasync/codecs/exp.py",
+        old="4 + (symbols - rans.EXACT) // 2",
+        new="5 + (symbols - rans.EXACT) // 2",
+        killers=("tests/unit/test_codecs_steps.py::test_tables_say_how_large_the_steps_are",),
+    ),
+    Mutant(
         name="failed-publications-are-not-counted",
         harm="A trainer that publishes nothing any more has no failure in its metrics.",
         path="src/deltasync/trainer/pipeline.py",

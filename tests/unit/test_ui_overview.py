@@ -18,6 +18,7 @@ from deltasync.format.digest import StateDigest
 from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat
 from deltasync.format.weights import Weights
 from deltasync.oneshot import inspect
+from deltasync.ui import index
 from deltasync.ui import overview as module
 from deltasync.ui.alerts import alerts
 from deltasync.ui.index import kind_name, read_version
@@ -352,6 +353,43 @@ def test_changes_of_a_shared_block_are_marked_as_shared_out() -> None:
         if exact[name] is not None:
             assert cell.changed == exact[name]
     assert sum(cell.changed for cell in detail.cells) == pytest.approx(detail.manifest.changed or 0)
+
+
+def test_the_steps_of_a_version() -> None:
+    """Moves by 1, 3 and 40 units in the last place: few enough of each that the tables count them exactly."""
+    feed = Feed.of(1)
+    old = feed.states[0]
+    new = Weights(old.layout, tuple(a.copy() for a in old.arrays))
+    ordinal = next(i for i, spec in enumerate(old.layout.tensors) if spec.name == "layer.0.bias")
+    bits = new.arrays[ordinal].reshape(-1)
+    bits[:14] = np.arange(0x3F00, 0x3F00 + 14)
+    first = Weights(old.layout, tuple(a.copy() for a in new.arrays))
+    feed.delta(first)
+    bits[:14] += np.array([1] * 8 + [3] * 4 + [40] * 2, bits.dtype)
+    feed.delta(new)
+    detail = read_version(feed.log, 2)
+    assert detail.manifest.changed == 14
+    (moved,) = [cell for cell in detail.cells if cell.changed]
+    assert (moved.layer, moved.kind) == ("layer.0", "bias")
+    assert [round(number, 1) for number in moved.steps] == [8, 0, 4, 0, 0, 0, 2]
+    assert detail.steps == moved.steps
+    assert detail.to_json()["cells"][0].keys() >= {"steps"}
+
+
+def test_the_steps_of_many_blocks_take_a_bounded_number_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Feed.of(2, SpyStore())
+    assert isinstance(feed.store, SpyStore)
+    monkeypatch.setattr(index, "STEPS_BLOCKS_MAX", 0)
+    feed.store.took()
+    unread = read_version(feed.log, 1)
+    few = len(feed.store.took())
+    assert unread.steps == ()
+    assert all(cell.steps == () for cell in unread.cells)
+    monkeypatch.setattr(index, "STEPS_BLOCKS_MAX", 1)
+    known = read_version(feed.log, 1)
+    assert len(feed.store.took()) <= few + 3
+    assert 0 < sum(known.steps) <= (known.manifest.changed or 0)
+    assert sum(sum(cell.steps) for cell in known.cells) == pytest.approx(sum(known.steps))
 
 
 def test_an_anchor_has_no_cells_and_an_unknown_version_is_an_error() -> None:

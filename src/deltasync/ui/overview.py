@@ -381,8 +381,10 @@ class Watch:
         try:
             self._floor = log.floor()
             self._damages.pop(keys.FLOOR, None)
+            self._damages.pop(keys.COPY, None)
         except (CorruptError, FormatError) as error:
-            self._damages[keys.FLOOR] = Damage(keys.FLOOR, None, str(error))
+            key = error.key or keys.FLOOR
+            self._damages[key] = Damage(key, None, str(error))
         if count < LISTED_MAX:
             for sha256, (version, _) in wanted.items():
                 # Of a delta from before the floor, nothing is promised.

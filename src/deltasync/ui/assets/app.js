@@ -350,6 +350,7 @@ async function renderVersion(version) {
     ["Changed", m.changed === null ? "all weights" : `${whole.format(m.changed)} of ${whole.format(m.elements)} elements (${percent(m.changed / m.elements)})`],
     ["Bytes", `${size(m.payload_bytes)} in ${count(m.payloads.length, "payload")}${m.changed ? `, ${((8 * m.payload_bytes) / m.changed).toFixed(2)} bits for each change` : ""}`],
     ["Against a full copy", detail.full_bytes ? `${size(detail.full_bytes)}: ${ratio(m.payload_bytes, detail.full_bytes) || "–"}` : "–"],
+    ["Steps in ulps", detail.steps.length ? `${stepShares(detail.steps).filter(([, share]) => share >= 0.0005).map(([name, share]) => `${name}: ${percent(share)}`).join(", ")}${total(detail.steps) < 0.999 * m.changed ? ` (of ${percent(total(detail.steps) / m.changed)} of the changes)` : ""}` : "–"],
     ["Anchor", detail.anchor_bytes === null ? "–" : size(detail.anchor_bytes)],
     ["Codecs", detail.codecs.map((c) => `${c.codec}: ${count(c.blocks, "block")}, ${size(c.bytes)}`).join("; ") || "–"],
     ["Digest", m.digest], ["Writer", m.writer], ...Object.entries(m.extra),
@@ -372,9 +373,22 @@ async function readDetail(version) {
   return details.get(version);
 }
 
+const total = (steps) => steps.reduce((sum, number) => sum + number, 0);
+
+/** Shares of changes by the size of their step in units in the last place: 1, 2, 3 to 4, 5 to 8, and so on. */
+const stepShares = (steps) => steps.map((number, i) => [i < 2 ? `${i + 1}` : `${whole.format(2 ** (i - 1) + 1)}–${whole.format(2 ** i)}`, number / total(steps)]);
+
+/** The size that 99 of 100 steps do not exceed. */
+function stepBound(steps) {
+  let sum = 0;
+  return 2 ** steps.findIndex((number) => (sum += number) >= 0.99 * total(steps));
+}
+
 const MEASURES = {
   share: ["share of elements that changed", (cell) => cell.changed / cell.elements, percent],
   bits: ["bits per changed element", (cell) => (cell.changed ? (8 * cell.bytes) / cell.changed : null), (v) => v.toFixed(1)],
+  steps: ["share of changes by more than 1 ulp", (cell) => (cell.steps.length ? 1 - cell.steps[0] / total(cell.steps) : null), percent],
+  ulps: ["ulps that 99 % of the changes stay within", (cell) => (cell.steps.length ? stepBound(cell.steps) : null), (v) => whole.format(v)],
 };
 
 function heatCard(detail) {
@@ -387,7 +401,8 @@ function heatCard(detail) {
   return el("section", { class: "card", "aria-labelledby": "heat-title" },
     el("div", { class: "card-head" }, el("h2", { id: "heat-title" }, "What changed, by layer and kind of tensor"), el("label", {}, el("span", { class: "visually-hidden" }, "Measure"), choice)),
     place,
-    el("p", { class: "note" }, shared ? "≈: the index counts changes by block, and blocks here reach over several cells; each cell has its share by elements." : "Exact, from the index."));
+    el("p", { class: "note" }, shared ? "≈: the index counts changes by block, and blocks here reach over several cells; each cell has its share by elements." : "Changes are exact, from the index.",
+      " Steps in units in the last place (ulps) come from the tables that blocks are coded with, to about one part in eight."));
 }
 
 function heat(cells, name, measure, text) {

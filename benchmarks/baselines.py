@@ -7,9 +7,11 @@ layouts of others go tensor by tensor, as they do there; Rice codes go by blocks
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from benchmarks.bits import UNSIGNED, Bits, ElementType
 from benchmarks.data.pair import Pair, blocks
@@ -18,6 +20,8 @@ from benchmarks.rice import exponent_rice_bits
 Encode = Callable[[Bits, Bits], list[bytes]]
 Decode = Callable[[Bits, Sequence[bytes]], Bits]
 SizeInBits = Callable[[Bits, Bits, ElementType], int]
+Changes = tuple[NDArray[np.int64], Bits]
+"""Ascending positions, and the values there."""
 
 U16_LIMIT = (1 << 16) - 1
 
@@ -76,8 +80,13 @@ def encode_index_value(old: Bits, new: Bits) -> list[bytes]:
 
 def decode_index_value(old: Bits, message: Sequence[bytes]) -> Bits:
     """Invert `encode_index_value`."""
+    return _scatter(old, *read_index_value(message, old.dtype))
+
+
+def read_index_value(message: Sequence[bytes], dtype: np.dtype[Any]) -> Changes:
+    """What `encode_index_value` found."""
     changed, values = message
-    return _scatter(old, np.frombuffer(changed, "<i4").astype(np.int64), values)
+    return np.frombuffer(changed, "<i4").astype(np.int64), np.frombuffer(values, dtype)
 
 
 def encode_gaps_u16(old: Bits, new: Bits) -> list[bytes]:
@@ -89,11 +98,16 @@ def encode_gaps_u16(old: Bits, new: Bits) -> list[bytes]:
 
 
 def decode_gaps_u16(old: Bits, message: Sequence[bytes]) -> Bits:
-    """Invert `encode_gaps_u16`; the lengths of the sections give the width."""
+    """Invert `encode_gaps_u16`."""
+    return _scatter(old, *read_gaps(message, old.dtype))
+
+
+def read_gaps(message: Sequence[bytes], dtype: np.dtype[Any]) -> Changes:
+    """What `encode_gaps_u16` found; the lengths of the sections give the width of the gaps."""
     gaps, values = message
-    count = len(values) // old.dtype.itemsize
+    count = len(values) // dtype.itemsize
     width = f"<u{len(gaps) // count}" if count else "<u2"
-    return _scatter(old, np.cumsum(np.frombuffer(gaps, width), dtype=np.int64), values)
+    return np.cumsum(np.frombuffer(gaps, width), dtype=np.int64), np.frombuffer(values, dtype)
 
 
 def encode_gaps_zstd(old: Bits, new: Bits) -> list[bytes]:
@@ -112,11 +126,13 @@ def encode_narrow_gaps_zstd(old: Bits, new: Bits) -> list[bytes]:
 
 
 def decode_gaps_zstd(old: Bits, message: Sequence[bytes]) -> Bits:
-    """Invert `encode_gaps_zstd` and `encode_narrow_gaps_zstd`; the lengths of the sections give the width."""
-    gaps, values = (_decompress(section) for section in message)
-    count = len(values) // old.dtype.itemsize
-    width = f"<u{len(gaps) // count}" if count else "<u4"
-    return _scatter(old, np.cumsum(np.frombuffer(gaps, width), dtype=np.int64), values)
+    """Invert `encode_gaps_zstd` and `encode_narrow_gaps_zstd`."""
+    return _scatter(old, *read_gaps_zstd(message, old.dtype))
+
+
+def read_gaps_zstd(message: Sequence[bytes], dtype: np.dtype[Any]) -> Changes:
+    """What `encode_gaps_zstd` and `encode_narrow_gaps_zstd` found, or the positions and flips of the one with XOR."""
+    return read_gaps([_decompress(section) for section in message], dtype)
 
 
 def encode_gaps_xor_zstd(old: Bits, new: Bits) -> list[bytes]:
@@ -128,8 +144,8 @@ def encode_gaps_xor_zstd(old: Bits, new: Bits) -> list[bytes]:
 
 def decode_gaps_xor_zstd(old: Bits, message: Sequence[bytes]) -> Bits:
     """Invert `encode_gaps_xor_zstd`."""
-    gaps, flips = (_decompress(section) for section in message)
-    return old ^ decode_gaps_u16(np.zeros_like(old), [gaps, flips])
+    changed, flips = read_gaps_zstd(message, old.dtype)
+    return _scatter(old, changed, old[changed] ^ flips)
 
 
 def encode_xor(old: Bits, new: Bits) -> list[bytes]:
@@ -165,9 +181,9 @@ BASELINES: tuple[Baseline | SizeOnly, ...] = (
 )
 
 
-def _scatter(old: Bits, changed: np.ndarray[tuple[int], np.dtype[np.int64]], values: bytes) -> Bits:
+def _scatter(old: Bits, changed: NDArray[np.int64], values: Bits) -> Bits:
     new = old.copy()
-    new[changed] = np.frombuffer(values, old.dtype)
+    new[changed] = values
     return new
 
 

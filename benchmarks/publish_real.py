@@ -24,7 +24,9 @@ LEARNING_RATE = 3e-6
 TIED = "lm_head.weight"  # an alias of the embedding: a checkpoint leaves it out
 
 
-def real_steps(count: int, *, layers: int | None = None) -> Iterator[torch.nn.Module]:
+def real_steps(
+    count: int, *, layers: int | None = None, learning_rate: float = LEARNING_RATE, samples: int = 4
+) -> Iterator[torch.nn.Module]:
     """SmolLM2-135M in float32 after each of `count` steps of a policy gradient; only its first `layers` if given."""
     from examples.smollm2.policy import PolicyTrainer, Settings
     from examples.smollm2.weights import load_model, load_tokenizer
@@ -33,9 +35,9 @@ def real_steps(count: int, *, layers: int | None = None) -> Iterator[torch.nn.Mo
     if layers is not None:
         model.model.layers = model.model.layers[:layers]
         model.config.num_hidden_layers = layers
-    trainer = PolicyTrainer(model, load_tokenizer(), settings=Settings(prompts=1, samples=4, tokens=8), seed=0)
+    trainer = PolicyTrainer(model, load_tokenizer(), settings=Settings(prompts=1, samples=samples, tokens=8), seed=0)
     for _ in range(count):
-        trainer.step(LEARNING_RATE)
+        trainer.step(learning_rate)
         yield model
 
 

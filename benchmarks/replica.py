@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 import torch
 
+from benchmarks.replica_start import measure_starts
 from benchmarks.report import Row, say
 from benchmarks.sections import Section, at_least, at_most, run_sections
 from deltasync.torch.publisher import Publisher
@@ -35,6 +36,19 @@ QWEN3_06B = {
     "head_dim": 128,
     "initializer_range": 0.02,
 }
+EXPERTS_06B = {
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "moe_intermediate_size": 768,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "initializer_range": 0.02,
+}
+"""As many weights as Qwen3-0.6B has, nearly all of them in stacked experts."""
 PROMPT = list(range(2, 34))
 LONG_PROMPT = list(range(2, 258))
 STREAMS = 4
@@ -47,9 +61,11 @@ class Plan:
     """How much of everything."""
 
     sizes: dict[str, Any]
+    experts: dict[str, Any]
     rounds: int
     versions: int
     idle_s: float
+    starts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +89,15 @@ def main() -> None:
     run_sections(
         "replica",
         __doc__ or "",
-        {"scatter": scatter_section, "server": server_section, "caches": caches_section},
-        full=Plan(QWEN3_06B, rounds=7, versions=6, idle_s=15.0),
-        quick=Plan({}, rounds=2, versions=3, idle_s=3.0),
+        {
+            "scatter": scatter_section,
+            "experts": experts_section,
+            "server": server_section,
+            "caches": caches_section,
+            "starts": starts_section,
+        },
+        full=Plan(QWEN3_06B, EXPERTS_06B, rounds=7, versions=6, idle_s=15.0, starts=3),
+        quick=Plan({}, {}, rounds=2, versions=3, idle_s=3.0, starts=1),
     )
 
 
@@ -90,14 +112,23 @@ def change(model: torch.nn.Module, random: torch.Generator) -> None:
 
 def scatter_section(plan: Plan) -> Section:
     """Changed elements into a model in memory: our scatter, vLLM's sparse loader, a whole reload."""
-    say("scatter: making two checkpoints")
+    return _scatter("qwen3", plan.sizes, plan.rounds)
+
+
+def experts_section(plan: Plan) -> Section:
+    """The same for stacked experts, which vLLM fuses, transposes and packs while it loads them."""
+    return _scatter("qwen3-moe", plan.experts, plan.rounds)
+
+
+def _scatter(name: str, sizes: dict[str, Any], rounds: int) -> Section:
+    say(f"{name}: making two checkpoints")
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny_model("qwen3", **plan.sizes)
+        model = tiny_model(name, **sizes)
         old = save(model, Path(folder) / "old")
         change(model, torch.Generator().manual_seed(1))
         new = save(model, Path(folder) / "new")
         del model
-        command = [str(PYTHON), "-m", "benchmarks.replica_scatter", str(old), str(new), "--rounds", str(plan.rounds)]
+        command = [str(PYTHON), "-m", "benchmarks.replica_scatter", str(old), str(new), "--rounds", str(rounds)]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if run.returncode:
         raise SystemExit(run.stderr[-2000:])
@@ -109,13 +140,29 @@ def scatter_section(plan: Plan) -> Section:
     ]
     rows.append({"way": "map (once)", "ms": 1000 * found["describe_s"], "times the scatter": None, "exact": True})
     rows.append({"way": "stage (beside)", "ms": 1000 * found["stage_s"], "times the scatter": None, "exact": True})
+    memory: list[Row] = [
+        {
+            "model MB": found["model_bytes"] / 1e6,
+            "peak while the map is made MB": found["describe_bytes"] / 1e6,
+            "/ model": found["describe_bytes"] / found["model_bytes"],
+            "map as JSON MB": found["map_bytes"] / 1e6,
+        }
+    ]
     return Section(
-        {f"{found['changed']:,} of {found['elements']:,} elements into the model": rows},
+        {
+            f"{name}: {found['changed']:,} of {found['elements']:,} elements into the model": rows,
+            f"{name}: memory of the map": memory,
+        },
         [
-            at_least(f"{way} / scatter", seconds[way] / seconds["scatter"], 8.0)
+            at_least(f"{name}: {way} / scatter", seconds[way] / seconds["scatter"], 8.0)
             for way in ("native sparse loader", "full reload")
         ],
     )
+
+
+def starts_section(plan: Plan) -> Section:
+    """Servers that start with a checkpoint, and from the feed alone."""
+    return measure_starts(plan.sizes, rounds=plan.starts)
 
 
 def server_section(plan: Plan) -> Section:
@@ -201,17 +248,20 @@ def _switch(server: VllmServer, feed: Feed) -> _Switch:
         change_s = time.perf_counter()
         moved = server.wait_version(feed.step())["last"]
         live_s = time.perf_counter()
-        time.sleep(_WINDOW_S / 2)
+        # A gap ends with a token: with cleared caches the next one may take longer than the window.
+        for stream, tokens in [(stream, len(stream.times)) for stream in streams]:
+            stream.wait(tokens + 2)
+        time.sleep(max(0.0, live_s + _WINDOW_S / 2 - time.perf_counter()))
         end_s = time.perf_counter()
     before = [_gaps(stream, begun_s, change_s) for stream in streams]
     around = [_gaps(stream, change_s, end_s) for stream in streams]
     rate = sum(map(len, before)) / (change_s - begun_s)
-    first_s = live_s - _WINDOW_S / 2
+    window = live_s - _WINDOW_S / 2, live_s + _WINDOW_S / 2
     return _Switch(
         gap_s=median(max(gaps) for gaps in around),
         # Tokens arrive in bursts where the machine is busy, so that a median would say little.
         usual_s=STREAMS / rate,
-        rate_ratio=sum(len(_gaps(stream, first_s, end_s)) for stream in streams) / (end_s - first_s) / rate,
+        rate_ratio=sum(len(_gaps(stream, *window)) for stream in streams) / _WINDOW_S / rate,
         pause_s=moved["seconds"]["pause"],
     )
 

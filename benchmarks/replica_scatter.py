@@ -55,18 +55,21 @@ def _measure(worker: Any, options: argparse.Namespace, folder: Path) -> dict[str
     )
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    from benchmarks.machine import peak_extra_bytes
     from deltasync.blocks import detect, layout_runs
     from deltasync.checkpoint import open_checkpoint
     from deltasync.format.weights import tensor_parts
-    from deltasync.vllm.stage import write_stage
+    from deltasync.torch.stage import write_stage
     from deltasync.vllm.target import EngineMap, Rank
 
     runtime = worker.weight_transfer_engine.runtime
     model = worker.model_runner.get_model()
     old, new = open_checkpoint(options.old).weights, open_checkpoint(options.new).weights
     changes = [found for stretch in layout_runs(old.layout) for found in detect(old, new, stretch)]
+    description: dict[str, Any] = {}
     begun = time.perf_counter()
-    known = EngineMap(old.layout, [Rank.from_json(runtime.describe(old.layout.to_json()))])
+    describe_bytes = peak_extra_bytes(lambda: description.update(runtime.describe(old.layout.to_json())))
+    known = EngineMap(old.layout, [Rank.from_json(description)])
     describe_s = time.perf_counter() - begun
     stage = folder / "stage.safetensors"
     begun = time.perf_counter()
@@ -113,7 +116,10 @@ def _measure(worker: Any, options: argparse.Namespace, folder: Path) -> dict[str
     return {
         "elements": old.layout.elements,
         "changed": sum(len(part.values) for part in changes),
+        "model_bytes": old.layout.nbytes,
         "describe_s": describe_s,
+        "describe_bytes": describe_bytes,
+        "map_bytes": len(json.dumps(description)),
         "stage_s": stage_s,
         "stage_bytes": stage.stat().st_size,
         "seconds": {way: statistics.median(found) for way, found in seconds.items()},

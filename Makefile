@@ -22,14 +22,14 @@ TEST_TMP = $(shell [ "$$(df -m --output=avail /dev/shm 2>/dev/null | tail -n 1)"
 # The demo needs less than the end-to-end tests do; where their packages are installed, nothing is left to install.
 DEMO_STAMP := $(if $(wildcard $(VENV)/e2e.stamp),$(VENV)/e2e.stamp,$(VENV)/demo.stamp)
 
-.PHONY: demo test test-e2e test-vllm-oldest soak simulate zoo mutants lint install bench bench-codec bench-peers bench-store bench-publish bench-replica bench-trl bench-refusals fuzz format clean
+.PHONY: demo test test-e2e test-vllm-oldest soak simulate zoo mutants lint install bench bench-codec bench-peers bench-store bench-publish bench-late bench-replica bench-trl bench-wan bench-refusals bench-scale bench-page fuzz format clean
 
 # Everything that a run writes goes to deltasync-demo/TIME. More options: make demo DEMO="--steps 20"
 demo: $(DEMO_STAMP)
 	@PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
 
 test: install
-	PYTEST_DEBUG_TEMPROOT=$(TEST_TMP) $(BIN)/python -m pytest -n 2 -m "not e2e"
+	PYTEST_DEBUG_TEMPROOT=$(TEST_TMP) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not e2e"
 
 # More workers than cores: a third of the time these tests wait for servers and clocks.
 test-e2e: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp
@@ -76,7 +76,7 @@ format: install
 fuzz: install
 	PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(FUZZ_SECONDS) --json build/fuzz.json $(FUZZ)
 
-bench: bench-codec bench-peers bench-store bench-publish bench-replica bench-trl bench-refusals
+bench: bench-codec bench-peers bench-store bench-publish bench-late bench-replica bench-trl bench-wan bench-refusals bench-scale bench-page
 
 bench-codec: $(VENV)/e2e.stamp
 	$(BIN)/python -m benchmarks.codec
@@ -95,14 +95,30 @@ bench-publish: $(VENV)/e2e.stamp
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.coldstart
 
+# The first run trains 201 steps of a real model, which takes a quarter of an hour. The feed stays in build/.
+bench-late: $(VENV)/e2e.stamp
+	$(BIN)/python -m benchmarks.late
+
 bench-replica: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp
 	$(BIN)/python -m benchmarks.replica
 
 bench-trl: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp
 	$(BIN)/python -m benchmarks.trl
 
+bench-scale: $(VENV)/e2e.stamp
+	$(BIN)/python -m benchmarks.scale
+	$(BIN)/python -m benchmarks.longfeeds
+
+# Needs root, for network namespaces. A quarter of an hour.
+bench-wan: $(VENV)/e2e.stamp
+	$(BIN)/python -m benchmarks.wan
+
 bench-refusals: install
 	$(BIN)/python -m benchmarks.refusals
+
+# The plots and the tables of docs/benchmarks.md, from the results.
+bench-page: $(VENV)/e2e.stamp
+	$(BIN)/python -m benchmarks.plots
 
 install: $(VENV)/install.stamp
 

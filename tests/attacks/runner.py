@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import deltasync
-import deltasync.cli.checkpoints  # imported by the commands, whose memory is limited, and not counted
+import deltasync.oneshot  # imported by the commands, whose memory is limited, and not counted
 from deltasync.cli.main import main
 from deltasync.errors import DeltasyncError
 from deltasync.kernels import kernels

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support import servers
-from support.lossy_proxy import Proxy, proxied
+from support.servers import Proxy, proxied
 
 from deltasync.errors import StoreError
 from deltasync.feed.writer import probe_fencing

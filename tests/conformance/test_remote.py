@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import obstore
 import pytest
 from support import servers
-from support.lossy_proxy import Proxy, proxied
+from support.servers import Proxy, proxied
 
 from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError, StoreError
 from deltasync.feed.fetch import get_whole

@@ -1,21 +1,26 @@
 """A feed in operation: a trainer with retention, a compactor, a relay, a pruner of the copy, and followers of both.
 
-All are processes that are killed at random and started again. No process may ever fail by itself.
+All are processes that are killed at random and started again. No process may ever fail by itself. Each serves metrics,
+and what the dashboard and the alert rules name is in one of them.
 """
 
+import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from support import IS_SOAK, repeats
-from support.publishing import holds, nth
+from support.feeds import holds, nth
+from support.servers import free_port
 
 from deltasync import Retention, verify
 from deltasync.checkpoint import open_checkpoint
@@ -31,13 +36,15 @@ SECONDS = 600.0 if IS_SOAK else 20.0
 FOLLOWERS = 6 if IS_SOAK else 4
 KEEP = ("--keep-anchors", "2", "--keep-versions", "20", "--yes", "--follow", "--every-s", "1")
 PATIENCE_S = 120.0
+DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 class Program:
     """A command that is started again after each kill. Its output is kept."""
 
-    def __init__(self, name: str, command: list[str], folder: Path) -> None:
+    def __init__(self, name: str, command: list[str], folder: Path, port: int) -> None:
         self.name = name
+        self.port = port
         self.kills = 0
         self._command = command
         self._folder = folder
@@ -53,6 +60,18 @@ class Program:
             self._process = subprocess.Popen(
                 self._command, cwd=self._folder, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
+
+    def metrics(self) -> dict[str, float]:
+        """Its metrics by name, those of several labels added up; none while it does not listen."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as response:
+                text = response.read().decode()
+        except OSError:
+            return {}
+        found: dict[str, float] = {}
+        for name, value in re.findall(r"^(deltasync_[a-z_]+)(?:\{.*\})? (\S+)$", text, re.M):
+            found[name] = found.get(name, 0.0) + float(value)
+        return found
 
     def require_running(self) -> None:
         assert self._process is not None
@@ -90,6 +109,7 @@ def running(programs: list[Program]) -> Iterator[None]:
 
 def programs_in(folder: Path) -> dict[str, Program]:
     cli = [sys.executable, "-m", "deltasync"]
+    ports: dict[str, int] = {}
     commands = {
         "trainer": [sys.executable, str(Path(__file__).with_name("operations_trainer.py")), "source", "0.05"],
         "compactor": [*cli, "compact", "source", "--follow"],
@@ -100,7 +120,18 @@ def programs_in(folder: Path) -> dict[str, Program]:
         feed = ("source", "copy")[i % 2]
         target = ["--target", f"live-{i}", "--mirror", f"mirror-{i}", "--replica", f"replica-{i}"]
         commands[f"follower-{i}"] = [*cli, "follow", feed, *target]
-    return {name: Program(name, command, folder) for name, command in commands.items()}
+    for name, command in commands.items():
+        ports[name] = free_port()
+        command += [str(ports[name])] if name == "trainer" else ["--listen", f"127.0.0.1:{ports[name]}", "--metrics"]
+    return {name: Program(name, command, folder, ports[name]) for name, command in commands.items()}
+
+
+def named_metrics() -> set[str]:
+    """What the alert rules and the dashboard ask Prometheus for."""
+    panels = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())["panels"]
+    texts = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    texts.append((DEPLOY / "prometheus" / "alerts.yml").read_text())
+    return {name for text in texts for name in re.findall(r"deltasync_[a-z_]+", text)}
 
 
 def wait_until(condition: object, what: str) -> None:
@@ -132,16 +163,29 @@ def test_everything_at_work_with_random_kills(seed: int, tmp_path: Path) -> None
             wait_until(lambda: head_of(copy) >= 3, "the copy")
             began_s, payloads = time.monotonic(), []
             while time.monotonic() - began_s < SECONDS:
+                victim, is_early = rng.choice([*programs.values(), relay, trainer]), rng.random() < 0.25
+                # Most are killed at work, however long they take to start on a busy machine; some before that.
+                while not is_early and not victim.metrics() and time.monotonic() - began_s < SECONDS:
+                    victim.require_running()
+                    time.sleep(0.1)
                 time.sleep(rng.uniform(0.2, 1.0))
                 for program in programs.values():
                     program.require_running()
-                victim = rng.choice([*programs.values(), relay, trainer])
                 victim.kill()
                 victim.start()
                 payloads.append(sum(1 for _ in source.list(keys.PAYLOADS)))
             # The faults end. Once the trainer goes on it is stopped, and everything must arrive.
             head = head_of(source)
             wait_until(lambda: head_of(source) > head + 20, "the trainer")
+            # Looked at twice: a command that was just started has no value for some.
+            scraped: dict[str, float] = {}
+
+            def has_all() -> bool:
+                for program in programs.values():
+                    scraped.update(program.metrics())
+                return named_metrics() <= scraped.keys()
+
+            wait_until(has_all, "a scrape with all metrics")
             trainer.stop()
             head = head_of(source)
             wait_until(lambda: head_of(copy) == head, "the rest of the copy")
@@ -173,4 +217,9 @@ def test_everything_at_work_with_random_kills(seed: int, tmp_path: Path) -> None
     assert Log(source).floor() > 0
     assert sum(program.kills for program in programs.values()) > 5
     kills = {program.name: program.kills for program in programs.values()}
-    print(f"seed {seed}: {head + 1} versions, at most {max(payloads)} payloads at the source, kills {kills}")
+    stored = {store.url: sum(item.nbytes for item in store.list(keys.PAYLOADS)) for store in (source, copy)}
+    print(
+        f"seed {seed}: {head + 1} versions in {SECONDS:.0f} s with {FOLLOWERS} followers; at most {max(payloads)} "
+        f"payloads at the source, {len(payloads)} looks; bytes stored at the end {list(stored.values())}; "
+        f"{len(named_metrics())} metrics of rules and dashboard scraped; kills {kills}, {sum(kills.values())} in all"
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from separate_hosts.hosts import Host, Programs, cut, hosts, link, programs
+from support.hosts import Host, Programs, cut, hosts, link, programs
 from support.servers import missing
 from support.vllm import CORE, PYTHON, require_vllm
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.feeds import Feed, same_weights
-from support.publishing import Gate
+from support.feeds import Feed, Gate, same_weights
 from support.replicas import LONG_S, Moves, TorchTarget, fetched, follower, following
 
+from deltasync import blocks
 from deltasync.checkpoint import open_checkpoint
 from deltasync.format import keys
 from deltasync.replica import follower as follower_module
@@ -123,6 +123,7 @@ class Countdown:
 
 
 PLACES = {
+    "blocks of an anchor": (blocks, "restore_block"),
     "writes to the mirror": (mirror, "overwrite"),
     "notes beside it": (mirror.Mirror, "_note"),
     "files of the folder": (FolderTarget, "stage"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.publishing import NEVER
+from support.feeds import NEVER
 from support.replicas import Moves, TorchTarget, follower, following
 from training import Run
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.feeds import LONG_S, nth, publish, publisher, require_steps
 from support.helpers import write_sharded
-from support.publishing import LONG_S, nth, publish, publisher, require_steps
 
 from deltasync.errors import StoreError
 from deltasync.feed.log import Log

@@ -20,6 +20,7 @@ from support.helpers import changed, coo_payload, safetensors_bytes, shard_paylo
 import deltasync
 from deltasync import blocks
 from deltasync.checkpoint import open_checkpoint, write_checkpoint
+from deltasync.codecs.exp import read_steps
 from deltasync.errors import CorruptError, DeltasyncError
 from deltasync.feed.fetch import fetch_files
 from deltasync.feed.log import Log
@@ -367,6 +368,16 @@ def decoded(name: str, codec: str, region: Region, block: bytes) -> Result:
     return positions.tobytes(), values.tobytes(), lanes
 
 
+def read_tables(region: Region, block: bytes, changes: int | None) -> None:
+    """The steps by the tables of a block: all changes have one if the block can be decoded."""
+    try:
+        steps = read_steps(lambda offset, length: block[offset : offset + length], len(block), region.dtype)
+    except CorruptError as error:
+        require(changes is None, f"a block that can be decoded has no steps: {error}")
+    else:
+        require(changes is None or round(float(steps.sum())) == changes, "a change has no step")
+
+
 def compare(codec: str) -> Target:
     """Every set of kernels against the NumPy reference, on the corpus of the native target."""
 
@@ -378,6 +389,8 @@ def compare(codec: str) -> Target:
             require(
                 decoded(name, codec, region, block) == wanted, f"{name} and the reference differ: {wanted[:2]!r:.80}"
             )
+        if codec == "relative":
+            read_tables(region, block, None if len(wanted) == 2 else len(wanted[0]) // 4)
         return wanted if len(wanted) == 2 else "decoded"
 
     def mutate(mutator: Mutator, data: bytes, others: Others) -> bytes:

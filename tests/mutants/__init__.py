@@ -4,10 +4,10 @@
 record to the file of its room; where no test kills it, write that test.
 """
 
-from . import feed, native, replica, trainer, ui, vllm
+from . import feed, native, replica, sglang, trainer, ui, vllm
 from .mutant import Mutant
 
-ROOMS = (feed, trainer, replica, vllm, ui, native)
+ROOMS = (feed, trainer, replica, vllm, sglang, ui, native)
 
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for room in ROOMS for mutant in room.MUTANTS}
 """All mutants by name."""

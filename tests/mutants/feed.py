@@ -301,6 +301,14 @@ MUTANTS = (
         killers=("tests/unit/test_feed_plan.py::test_shortcuts_to_another_digest_are_passed_over",),
     ),
     Mutant(
+        name="plan-without-older-anchors",
+        harm="A replica whose next delta is damaged is stuck, although an older anchor and a skip lead to the head.",
+        path="src/deltasync/feed/plan.py",
+        old="down_to=None if thorough else start):\n",
+        new="down_to=start):\n",
+        killers=("tests/unit/test_feed_plan.py::test_an_older_anchor_and_a_skip_where_the_start_leads_nowhere",),
+    ),
+    Mutant(
         name="prune-deletes-what-is-needed",
         harm="`prune` deletes the configuration and tokenizer that the versions it keeps still name.",
         path="src/deltasync/feed/prune.py",
@@ -323,6 +331,14 @@ MUTANTS = (
         old="            is_settled = version is not None and version < self.first and version not in needed\n",
         new="            is_settled = version is not None and version < self.first\n",
         killers=("tests/unit/test_feed_retention.py::test_what_is_remembered_leads_to_the_same_plan",),
+    ),
+    Mutant(
+        name="prune-reads-too-little",
+        harm="On a long feed `prune` takes payloads of versions that it did not read for orphans, and deletes them.",
+        path="src/deltasync/feed/survey.py",
+        old="    settled_unix_s = max(newest.modified_unix_s, young_unix_s)\n",
+        new="    settled_unix_s = 0.0\n",
+        killers=("tests/unit/test_feed_prune.py::test_old_versions_that_are_not_read_make_no_difference",),
     ),
     Mutant(
         name="prune-forgets-pins",
@@ -384,7 +400,7 @@ MUTANTS = (
         name="prune-deletes-what-was-committed",
         harm="A payload that a manifest names since the plan is deleted as an orphan: that version is lost.",
         path="src/deltasync/feed/prune.py",
-        old="            if key not in named | needed and not is_stopping() and ",
+        old="            if key not in wanted and not is_stopping() and ",
         new="            if ",
         killers=(
             "tests/unit/test_sleeping_processes.py::test_a_pruner_that_sleeps_between_its_plan_and_its_deletions",
@@ -405,6 +421,22 @@ MUTANTS = (
         old="            self._raise_floor(edge.end)\n",
         new="            self._raise_floor(0)\n",
         killers=("tests/unit/test_feed_relay.py::test_a_new_destination_begins_with_the_cheapest_plan",),
+    ),
+    Mutant(
+        name="relay-shares-the-floor-of-the-pruner",
+        harm="A pruner that is slow lowers the floor of a copy, and versions that were left out count as lost.",
+        path="src/deltasync/feed/relay.py",
+        old="            self._retry(lambda: store.put(keys.COPY, FloorRecord(version).to_bytes()))\n",
+        new="            self._retry(lambda: store.put(keys.FLOOR, FloorRecord(version).to_bytes()))\n",
+        killers=("tests/unit/test_feed_relay.py::test_a_slow_pruner_does_not_lower_the_floor_that_a_relay_has_raised",),
+    ),
+    Mutant(
+        name="failing-upkeep-looks-well",
+        harm="A relay, pruner or compactor that fails has no failure in its metrics, and is ready.",
+        path="src/deltasync/feed/upkeep.py",
+        old='            self.error = f"{type(error).__name__}: {error}"\n',
+        new="            self.error = None\n",
+        killers=("tests/unit/test_feed_metrics.py::test_a_compactor", "tests/unit/test_feed_metrics.py::test_a_pruner"),
     ),
     Mutant(
         name="relay-shows-what-it-left-out",

@@ -13,7 +13,7 @@ from deltasync.feed import prune, writer
 from deltasync.feed.writer import Lease, Writer
 from deltasync.format import keys
 from deltasync.replica import mirror
-from deltasync.replica.follower import Follower
+from deltasync.replica.proved import ProvedTarget
 from deltasync.trainer import pipeline, publisher, version
 from deltasync.trainer.anchoring import PastWeights
 from deltasync.trainer.capture import in_blocks
@@ -114,7 +114,7 @@ PLANTED: dict[str, Plant] = {
     "mirror file trusted without its digest": _patch(mirror.Mirror, "open", _trust_record),
     "payloads not put again after a sleep": _patch(version, "LATE_S", math.inf),
     "orphans not listed again": _patch(prune, "_is_older", lambda *args: True),
-    "changes for a target at another version": _patch(Follower, "_is_proved_at", lambda self, version: True),
+    "changes for a target at another version": _patch(ProvedTarget, "_is_proved_at", lambda self, version: True),
     "replicas not respected by prune": _patch(prune, "is_live", lambda beat, now, **options: False),
     "captures not rebased": _patch(pipeline, "rebase", lambda layout, pending, sent, before: pending),
     "anchor of a shadow that moves": _patch(PastWeights, "note", lambda self, replaced: None),

@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 from faults.running import mounted, run
-from support.lossy_proxy import Proxy, proxied
-from support.servers import Server, free_port, missing, seaweed
+from support.servers import Proxy, Server, free_port, missing, proxied, seaweed
 from support.vllm import PROMPTS, PYTHON, TOKEN, VllmServer, save, start_vllm, tiny_model
 
 from deltasync.checkpoint import open_checkpoint

@@ -9,7 +9,7 @@ import deltasync
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(deltasync.__file__).parent
-NEEDS_VLLM = ("deltasync.vllm.worker", "deltasync.vllm.plugin")
+NEEDS_VLLM = ("deltasync.vllm.loader", "deltasync.vllm.plugin", "deltasync.vllm.worker")
 """Modules that cannot be imported without vLLM: here it is enough that their text defines the name."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.publishing import LONG_S, NEVER
+from support.feeds import LONG_S, NEVER
 
 import deltasync
 from deltasync import BaseRef, Follower, InvalidInputError, PublisherOptions, open_store, publish, set_threads

@@ -78,6 +78,7 @@ READS: dict[str, tuple[str, Callable[[MemoryStore], object], int, str]] = {
     # the huge object, what reads it, the most bytes that may be read, the rule that refuses it
     "feed": (keys.FEED, lambda s: Log(s).feed(), limits.RECORD_BYTES_MAX, "feed.size"),
     "floor": (keys.FLOOR, lambda s: Log(s).floor(), limits.RECORD_BYTES_MAX, "floor.size"),
+    "copy": (keys.COPY, lambda s: Log(s).floor(), limits.RECORD_BYTES_MAX, "floor.size"),
     "lease": (keys.LEASE, lease, limits.RECORD_BYTES_MAX, "lease.size"),
     "version": (keys.version_key(3), lambda s: Log(s).read(3), limits.MANIFEST_BYTES_MAX, "manifest.size"),
     "head": (keys.version_key(0), lambda s: Log(s).head(after=-1), limits.MANIFEST_BYTES_MAX, "manifest.size"),

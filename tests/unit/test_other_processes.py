@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.publishing import LONG_S, NEVER, Gate
+from support.feeds import LONG_S, NEVER, Gate
 
 from deltasync.errors import InvalidInputError
 from deltasync.feed.log import Log

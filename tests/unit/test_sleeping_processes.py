@@ -5,9 +5,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.feeds import Feed, SpyStore
+from support.feeds import LONG_S, Feed, SpyStore, publish, publisher
 from support.helpers import state
-from support.publishing import LONG_S, publish, publisher
 
 from deltasync.blocks import encode_changes
 from deltasync.errors import StoreError

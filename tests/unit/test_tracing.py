@@ -8,8 +8,7 @@ import opentelemetry.trace
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
-from support.feeds import SpyStore
-from support.publishing import nth, publish, publisher
+from support.feeds import SpyStore, nth, publish, publisher
 from support.replicas import TorchTarget, follower
 
 from deltasync.errors import StoreError

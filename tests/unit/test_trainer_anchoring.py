@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from support.publishing import HARD, LONG_S, Gate, Notes, Outage, begun, holds, nth, publish, publisher, require_steps
+from support.feeds import HARD, LONG_S, Gate, Notes, Outage, begun, holds, nth, publish, publisher, require_steps
 
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan

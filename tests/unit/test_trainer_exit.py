@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from support.publishing import LONG_S, begun, publish, require_steps
+from support.feeds import LONG_S, begun, publish, require_steps
 
 from deltasync.parallel import Pool
 from deltasync.store.local import LocalStore
@@ -15,7 +15,7 @@ from deltasync.store.local import LocalStore
 SCRIPT = """
 import sys, threading, time
 sys.path.insert(0, {tests!r})
-from support.publishing import NEVER, nth
+from support.feeds import NEVER, nth
 from deltasync.errors import StoreError
 from deltasync.format.weights import Weights
 from deltasync.store.local import LocalStore

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.feeds import SpyStore
+from support.feeds import LONG_S, SpyStore, nth, publish, publisher, require_steps
 from support.helpers import State, state, write_sharded
-from support.publishing import LONG_S, nth, publish, publisher, require_steps
 
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError, StoreError
 from deltasync.feed.fetch import fetch, fetch_files

@@ -36,7 +36,7 @@ def test_the_bits_before_an_advance_take_it_back(is_mapped: bool, tmp_path: Path
     assert equal(weights, new)
     assert shadow.head is HEAD
     assert copied == [found]
-    assert all(a.positions is b.positions for a, b in zip(before, found, strict=True))
+    assert all(a.held is b.held for a, b in zip(before, found, strict=True))
     for name, (indices, values) in tensors_of(old.layout, before):
         assert np.array_equal(values, old.arrays[old.layout.ordinals[name]][indices])
     shadow.advance(before, HEAD)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from support.publishing import LONG_S, Gate, Outage, begun, publish, publisher, require_steps
+from support.feeds import LONG_S, Gate, Outage, begun, publish, publisher, require_steps
 
 from deltasync.errors import InvalidInputError
 from deltasync.feed.log import Log

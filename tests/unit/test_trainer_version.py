@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.feeds import Feed, SpyStore, same_weights
+from support.feeds import LONG_S, Feed, SpyStore, same_weights
 from support.helpers import changed, state
-from support.publishing import LONG_S
 
 from deltasync import blocks
 from deltasync.errors import StoreError

@@ -3,8 +3,8 @@ import time
 from pathlib import Path
 
 import pytest
+from support.feeds import LONG_S
 from support.helpers import State, changed, same_bits, state, write_sharded
-from support.publishing import LONG_S
 from test_interop_folders import restored
 
 import deltasync

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
-from support.servers import missing
+
+from .servers import missing
 
 Reach = Literal["connected", "refused", "no route"]
 """What a connection attempt comes to. A refusal was sent by the other host: there is a way to it."""

@@ -347,6 +347,23 @@ def test_a_scrub_without_damage_holds_up_nothing(replica: Replica) -> None:
     assert replica.follower.status().proved_version == 1
 
 
+def test_what_is_compared_again_is_not_unseen_meanwhile(replica: Replica) -> None:
+    """The status is read while a scrub runs in the background."""
+    replica.advance(1)
+    replica.follower.scrub()
+    meanwhile = []
+
+    def fails(number: int, name: str) -> bool:
+        meanwhile.append(replica.target.unseen_elements)
+        return name == "compare"
+
+    replica.engine.fails = fails
+    with pytest.raises(EngineError, match="compare fails"):
+        replica.follower.scrub()
+    assert meanwhile == [0]
+    assert replica.target.unseen_elements == 0
+
+
 @pytest.mark.parametrize("is_repaired", [False, True])
 def test_damage_is_reported_and_repaired_in_a_pause(replica: Replica, is_repaired: bool) -> None:
     replica.advance(1)

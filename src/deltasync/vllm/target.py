@@ -272,12 +272,14 @@ class VllmTarget:
     def _compare(self, ordinals: Sequence[int], *, repair: bool) -> dict[str, int]:
         """The number of differing elements by tensor, in all workers together."""
         differing: dict[str, int] = {}
-        self._compared |= dict.fromkeys(ordinals, 0)
+        seen = dict.fromkeys(ordinals, 0)
         for compared in self._engine.call("compare", self._mirror, list(ordinals), repair):
             for ordinal, elements in compared["elements"]:
-                self._compared[ordinal] += elements
+                seen[ordinal] += elements
             for name, count in compared["differing"].items():
                 differing[name] = differing.get(name, 0) + count
+        # In one step: the status is read by other threads, and what is compared again is not unseen meanwhile.
+        self._compared = {**self._compared, **seen}
         return differing
 
     def _require_map(self) -> EngineMap:

@@ -20,11 +20,12 @@ from deltasync.format import limits
 from deltasync.format.digest import StateDigest
 from deltasync.format.payload import PayloadHeader, payload_chunks
 from deltasync.parallel import Progress, counting, each
+from deltasync.replica.loop import poll_pause_s
 from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.version import DELTA_BYTES_LEAST, DELTA_BYTES_MOST, DELTA_PAYLOADS
 
-POLL_LEAST_S, POLL_MOST_S = 0.2, 2.0
-"""Seconds between two polls of a follower: they become longer while nothing is new."""
+STEP_VARIATION = 0.1
+"""By which share of it the time between two versions varies: a follower polls less often when it expects none."""
 
 CAPTURE_BYTES_PER_CHANGE = 15
 """Memory of a publication in progress, as measured by `benchmarks.publish`; two can be in progress."""
@@ -371,7 +372,7 @@ def estimate(change: Change, deployment: Deployment, rates: Rates = MEASURED) ->
         put=put_s,
         commit=rates.commit_round_trips * d.uplink.round_trip_s,
         # The version comes at any time between two polls.
-        poll=min(max(d.every_s, POLL_LEAST_S), POLL_MOST_S) / 2,
+        poll=poll_pause_s(STEP_VARIATION * d.every_s) / 2,
         plan=rates.plan_round_trips * d.downlink.round_trip_s,
         fetch=fetched_s - decode_s + d.downlink.round_trip_s,
         decode=decode_s,

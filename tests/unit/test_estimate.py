@@ -77,7 +77,7 @@ def test_an_estimate_by_hand() -> None:
     # 0.4 s on the links is less than the encoder needs: only the last of 16 payloads of a rank comes after it.
     assert phases.put == pytest.approx(0.4 / 16 + 0.05)
     assert phases.commit == pytest.approx(0.05)
-    assert phases.poll == pytest.approx(1.0)
+    assert phases.poll == pytest.approx(0.1 * 30 / 8 / 2)
     assert phases.plan == pytest.approx(0.15)
     # Three replicas share a link: 2.4 s, while 3.3 s are decoded.
     assert phases.decode == pytest.approx(0.3 + (20e9 / 4e9 + 1) / 2)

@@ -5,38 +5,38 @@ import pytest
 from deltasync.replica import loop
 
 POLLS = {
-    "nothing is known": ([], 1.0, 0.8, 0.8),
-    "nothing is known, for long": ([], 100.0, 64.0, 2.0),
-    "one version": ([5.0], 6.0, 0.4, 0.4),
-    "half the time is over": ([0.0, 4.0], 6.0, 0.4, 0.5),
-    "the next one is due": ([0.0, 4.0], 8.0, 0.4, 0.1),
-    "the next one is overdue": ([0.0, 4.0], 10.0, 0.4, 0.5),
-    "the next one is far": ([0.0, 60.0], 61.0, 0.2, 2.0),
-    "training has stopped": ([0.0, 1.0], 1000.0, 0.2, 2.0),
-    "the last interval counts": ([0.0, 60.0, 62.0], 63.2, 0.2, 0.2),
+    "nothing is known": ([], 4.0, 0.5),
+    "nothing is known, for long": ([], 100.0, 2.0),
+    "one version": ([5.0], 9.0, 0.5),
+    "half the time is over": ([0.0, 4.0], 6.0, 0.25),
+    "the next one is due": ([0.0, 4.0], 8.0, 0.05),
+    "the next one is overdue": ([0.0, 4.0], 10.0, 0.25),
+    "the next one is far": ([0.0, 60.0], 61.0, 2.0),
+    "training has stopped": ([0.0, 1.0], 1000.0, 2.0),
+    "the last interval counts": ([0.0, 60.0, 62.0], 63.2, 0.1),
 }
 
 
-@pytest.mark.parametrize(("arrivals", "now_s", "default_s", "pause_s"), POLLS.values(), ids=POLLS.keys())
+@pytest.mark.parametrize(("arrivals", "now_s", "pause_s"), POLLS.values(), ids=POLLS.keys())
 def test_polls_are_dense_around_the_time_of_the_next_version(
-    arrivals: list[float], now_s: float, default_s: float, pause_s: float
+    arrivals: list[float], now_s: float, pause_s: float
 ) -> None:
-    clock = iter([*arrivals, now_s])
+    clock = iter([0.0, *arrivals, now_s])
     cadence = loop.Cadence(clock=lambda: next(clock))
     for _ in arrivals:
         cadence.note()
-    assert cadence.pause_s(default_s) == pytest.approx(pause_s)
+    assert cadence.pause_s() == pytest.approx(pause_s)
 
 
 def test_the_loop_asks_the_cadence_after_each_poll_that_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    running, steps, events = loop.Loop(), [True, False, False, True, False], list[str | float]()
+    running, steps, events = loop.Loop(), [True, False, False, True, False], list[str]()
 
     class Recorded(loop.Cadence):
         def note(self) -> None:
             events.append("version")
 
-        def pause_s(self, default_s: float) -> float:
-            events.append(default_s)
+        def pause_s(self) -> float:
+            events.append("pause")
             return 0.01
 
     monkeypatch.setattr(loop, "Cadence", Recorded)
@@ -48,4 +48,4 @@ def test_the_loop_asks_the_cadence_after_each_poll_that_finds_nothing(monkeypatc
         return found
 
     running.run(step, lambda error: None)
-    assert events == ["version", 0.2, 0.02, "version", 0.2]
+    assert events == ["version", "pause", "pause", "version", "pause"]

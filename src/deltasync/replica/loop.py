@@ -25,10 +25,9 @@ from deltasync.format.sealed import Heartbeat
 
 logger = logging.getLogger(__name__)
 
-_POLL_FIRST_S = 0.1
+_POLL_FIRST_S = 0.05
 _POLL_MOST_S = 2.0
-_POLL_SHARE = 1 / 4
-"""Polls are this share of the time apart that is left until the next version is expected, or that it is overdue."""
+_POLL_SHARE = 1 / 8
 _OUTAGE_MOST_S = 5.0
 
 
@@ -96,34 +95,45 @@ class Loop:
                 if failing is not None:
                     logger.warning("following again")
                     on_error(None)
-                pause_s = _POLL_FIRST_S if is_new or failing is not None else cadence.pause_s(2 * pause_s)
                 failing, has_worked = None, True
                 if is_new:
                     cadence.note()
+                    pause_s = _POLL_FIRST_S
                     continue
+                pause_s = cadence.pause_s()
             self._wake.wait(pause_s)
 
 
+def poll_pause_s(away_s: float) -> float:
+    """Seconds between two polls, if the next version is expected in `away_s`, or is overdue by so much.
+
+    So a poll delays a version by a small share of the time by which it comes earlier or later than expected.
+    """
+    return min(_POLL_MOST_S, max(_POLL_FIRST_S, _POLL_SHARE * away_s))
+
+
 class Cadence:
-    """When to poll next, from the time between the last two versions: often only around the time of the next one."""
+    """When to poll next. A version is expected as long after the last one as that came after the one before.
+
+    With fewer than two versions, the next one is expected at once.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._last_s: float | None = None
+        self._last_s = clock()
         self._interval_s: float | None = None
+        self._has_version = False
 
     def note(self) -> None:
         """A version has just arrived."""
         now_s = self._clock()
-        if self._last_s is not None:
+        if self._has_version:
             self._interval_s = now_s - self._last_s
-        self._last_s = now_s
+        self._last_s, self._has_version = now_s, True
 
-    def pause_s(self, default_s: float) -> float:
-        """Seconds until the next poll; `default_s`, within the same limits, if there is no interval yet."""
-        if self._last_s is not None and self._interval_s is not None:
-            default_s = _POLL_SHARE * abs(self._last_s + self._interval_s - self._clock())
-        return min(_POLL_MOST_S, max(_POLL_FIRST_S, default_s))
+    def pause_s(self) -> float:
+        """Seconds until the next poll."""
+        return poll_pause_s(abs(self._last_s + (self._interval_s or 0.0) - self._clock()))
 
 
 def _is_final(error: Exception, *, has_worked: bool, is_again: bool) -> bool:

@@ -102,10 +102,8 @@ def _kernel_sets(results: Results) -> Figure:
     """Each kernel on every instruction set."""
     rows = VIEWS["kernel-sets"].table(results)
     figure, (axes,) = _figure(3.8)
-    series = {name: _numbers(rows, name) for name in ("avx512", "avx2", "portable")}
-    _bars(
-        axes, _labels(rows, "kernel"), series, (OURS, MUTED[1], MUTED[3]), unit="GB of bf16 model per second, 1 thread"
-    )
+    series = {name: _numbers(rows, name) for name in ("avx2", "portable")}
+    _bars(axes, _labels(rows, "kernel"), series, (OURS, MUTED[1]), unit="GB of bf16 model per second, 1 thread")
     return figure
 
 

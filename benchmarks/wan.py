@@ -355,7 +355,7 @@ def _exactness(runs: Sequence[Run]) -> Target:
     return at_least(claim, sum(step.is_exact for step in steps), len(steps))
 
 
-FULL = Plan(shape=QWEN3_0_6B, is_real=True, repeats=2, replicas=(1, 4, 16))
+FULL = Plan(shape=QWEN3_0_6B, is_real=True, repeats=3, replicas=(1, 4, 16))
 TINY = Shape(layers=1, hidden=256, intermediate=512, heads=4, kv_heads=2, head=64, vocabulary=8192)
 QUICK = Plan(shape=TINY, is_real=False, repeats=1, replicas=(1, 2), gap_s=(0.0, 0.2))
 SECTIONS: dict[str, Callable[[Plan], Section]] = {"qwen3": qwen3, "smollm2": smollm2}

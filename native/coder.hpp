@@ -33,13 +33,7 @@ struct EncodeTable {
     //   bits 0 to 11: the first slot; 12 to 15: a shift; 16: 0 or 1, to add; 20 to 31: frequency - 1.
     // (x + add) * factor >> 32 >> shift is x / frequency for every x below frequency << 20.
     u64 packed[256];
-    // The 64 symbols from here on, whose table fits into registers, are the likeliest ones; `narrow` if there are
-    // hardly any others.
-    u32 window;
-    bool narrow;
 };
-
-constexpr u32 kWindow = 64;
 
 struct Division {
     u32 factor;

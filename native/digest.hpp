@@ -24,34 +24,6 @@ constexpr std::array<std::array<u64, kColumns>, 2> make_columns() {
 
 alignas(64) inline constexpr auto kColumnKeys = make_columns();
 
-// The column keys in signed digits of 11, 11, 10, 16 and 16 bits, for products of 16-bit numbers: 32 of the first three
-// times any 16-bit numbers, twice added, stay within 32 bits, and of the last two only the lower 32 bits matter.
-constexpr int kDigits = 5;
-constexpr int kDigitShift[kDigits + 1] = {0, 11, 22, 32, 48, 64};
-
-struct ColumnDigits {
-    alignas(64) std::int16_t of[2][kDigits][kColumns];
-    u64 sums[2][kColumns + 1];  // of the keys of all columns before
-
-    constexpr ColumnDigits() : of{}, sums{} {
-        for (u64 lane = 0; lane < 2; ++lane)
-            for (u64 j = 0; j < kColumns; ++j) {
-                u64 rest = kColumnKeys[lane][j];
-                sums[lane][j + 1] = sums[lane][j] + rest;
-                for (int d = 0; d < kDigits; ++d) {
-                    int bits = kDigitShift[d + 1] - kDigitShift[d];
-                    i64 half = i64{1} << (bits - 1), digit = static_cast<i64>(rest & ((u64{1} << bits) - 1));
-                    // From 1 - half to half, but for 16 bits, which end at half - 1.
-                    if (digit > half || (bits == 16 && digit == half)) digit -= 2 * half;
-                    of[lane][d][j] = static_cast<std::int16_t>(digit);
-                    rest = (rest - static_cast<u64>(digit)) >> bits;
-                }
-            }
-    }
-};
-
-inline constexpr ColumnDigits kColumnDigits;
-
 [[gnu::always_inline]] inline u64 row_key(const Run& run, int lane, u64 row) {
     return mix(run.seed[lane] + (row + 1) * 0x9E3779B97F4A7C15u) | 1;
 }

@@ -98,6 +98,5 @@ struct Isa {
 // Null where this build or this machine lacks the instructions.
 const Isa* portable_isa();
 const Isa* avx2_isa();
-const Isa* avx512_isa();
 
 }  // namespace deltasync

@@ -5,16 +5,50 @@
 
 #include <immintrin.h>
 
-#include "rows.hpp"
 #include "scan.hpp"
 
 namespace deltasync {
 namespace {
 
-// Words into and out of eight lanes of the coder.
-struct Avx2Words {
+// For each set of lanes: which of the words that follow is due in a lane, if one is.
+struct TakeOrder {
+    alignas(64) u8 of[256][8];
+
+    constexpr TakeOrder() : of{} {
+        for (int lanes = 0; lanes < 256; ++lanes)
+            for (int lane = 0, word = 0; lane < 8; word += lanes >> lane++ & 1) of[lanes][lane] = static_cast<u8>(word);
+    }
+};
+
+// For each set of lanes: a byte shuffle that moves their words, in order, to the end of eight words.
+struct GiveOrder {
+    alignas(64) u8 of[256][16];
+
+    constexpr GiveOrder() : of{} {
+        for (int lanes = 0; lanes < 256; ++lanes)
+            for (int lane = 7, word = 7; lane >= 0; --lane)
+                if (lanes >> lane & 1) {
+                    of[lanes][2 * word] = static_cast<u8>(2 * lane);
+                    of[lanes][2 * word + 1] = static_cast<u8>(2 * lane + 1);
+                    --word;
+                }
+    }
+};
+
+inline constexpr TakeOrder kTakeOrder;
+inline constexpr GiveOrder kGiveOrder;
+
+// Rows of symbols through the entropy coder, eight lanes at a time.
+struct Rows {
+    static constexpr int kVectors = kRow / 8;
+
+    static __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+    static void store(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+    static __m256i fill(u32 x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+
     static int lanes_of(__m256i set) { return _mm256_movemask_ps(_mm256_castsi256_ps(set)); }
 
+    // Moves words into the lanes that are too small.
     static __m256i take_words(__m256i x, const u8*& words) {
         __m256i low = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), _mm256_setzero_si256());
         int lanes = lanes_of(low);
@@ -25,6 +59,7 @@ struct Avx2Words {
         return _mm256_blendv_epi8(x, filled, low);
     }
 
+    // Moves words out of the lanes that exceed the limit.
     static __m256i give_words(__m256i x, __m256i limit, u16*& words) {
         __m256i fits = _mm256_cmpeq_epi32(_mm256_max_epu32(x, limit), limit);
         int full = lanes_of(fits) ^ 0xFF;
@@ -35,12 +70,76 @@ struct Avx2Words {
         words -= ones(static_cast<u64>(full));
         return _mm256_blendv_epi8(_mm256_srli_epi32(x, 16), x, fits);
     }
+
+    // Where the words lie that follow the rows that were decoded. Stops after a row that ends beyond `last`.
+    static const u8* decode(const DecodeTable& table, u32* states, u64& rows, const u8* words, const u8* last,
+                            u8* symbols) {
+        const __m256i slot_mask = fill(kSlots - 1), byte = fill(0xFF);
+        __m256i x[kVectors], entry[kVectors];
+        for (int v = 0; v < kVectors; ++v) x[v] = load(states + 8 * v);
+        u64 row = 0;
+        for (; row < rows && words <= last; ++row) {
+            for (int v = 0; v < kVectors; ++v)
+                entry[v] = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table.slots),
+                                                  _mm256_and_si256(x[v], slot_mask), 4);
+            for (int v = 0; v < kVectors; ++v) {
+                __m256i high = _mm256_srli_epi32(x[v], kPrecision);
+                __m256i less_one = _mm256_and_si256(_mm256_srli_epi32(entry[v], 8), slot_mask);
+                x[v] = _mm256_add_epi32(_mm256_mullo_epi32(less_one, high),
+                                        _mm256_add_epi32(high, _mm256_srli_epi32(entry[v], 20)));
+                x[v] = take_words(x[v], words);
+                entry[v] = _mm256_and_si256(entry[v], byte);
+            }
+            // Packing works on 128-bit halves; this puts their quarters back in order.
+            const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+            __m256i packed =
+                _mm256_packus_epi16(_mm256_packus_epi32(entry[0], entry[1]), _mm256_packus_epi32(entry[2], entry[3]));
+            store(symbols + kRow * row, _mm256_permutevar8x32_epi32(packed, order));
+        }
+        for (int v = 0; v < kVectors; ++v) store(states + 8 * v, x[v]);
+        rows = row;
+        return words;
+    }
+
+    // The entries of eight symbols: factors and fields. Plain loads are quicker than gathers.
+    static void look_up(const EncodeTable& table, const u8* symbols, __m256i& factor, __m256i& fields) {
+        __m128i pair[4];
+        for (int i = 0; i < 4; ++i) {
+            __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(&table.packed[symbols[2 * i]]));
+            __m128i second = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(&table.packed[symbols[2 * i + 1]]));
+            pair[i] = _mm_unpacklo_epi64(first, second);
+        }
+        __m256 low = _mm256_castsi256_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(pair[0]), pair[2], 1));
+        __m256 high = _mm256_castsi256_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(pair[1]), pair[3], 1));
+        factor = _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88));
+        fields = _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xDD));
+    }
+
+    // From the last row to the first; gives where the words begin.
+    static u16* encode(const EncodeTable& table, u32* states, u64 rows, const u8* symbols, u16* words) {
+        const __m256i slot_mask = fill(kSlots - 1), below_frequency = fill(0xFFFFF), one = fill(1), nibble = fill(15);
+        __m256i x[kVectors];
+        for (int v = 0; v < kVectors; ++v) x[v] = load(states + 8 * v);
+        for (u64 row = rows; row-- > 0;)
+            for (int v = kVectors - 1; v >= 0; --v) {
+                __m256i factor, fields;
+                look_up(table, symbols + kRow * row + 8 * static_cast<u64>(v), factor, fields);
+                x[v] = give_words(x[v], _mm256_or_si256(fields, below_frequency), words);
+                __m256i dividend = _mm256_add_epi32(x[v], _mm256_and_si256(_mm256_srli_epi32(fields, 16), one));
+                __m256i even = _mm256_mul_epu32(dividend, factor);
+                __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(dividend, 32), _mm256_srli_epi64(factor, 32));
+                __m256i high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+                __m256i shift = _mm256_and_si256(_mm256_srli_epi32(fields, 12), nibble);
+                __m256i others = _mm256_sub_epi32(slot_mask, _mm256_srli_epi32(fields, 20));
+                x[v] = _mm256_add_epi32(_mm256_add_epi32(x[v], _mm256_and_si256(fields, slot_mask)),
+                                        _mm256_mullo_epi32(_mm256_srlv_epi32(high, shift), others));
+            }
+        for (int v = 0; v < kVectors; ++v) store(states + 8 * v, x[v]);
+        return words;
+    }
 };
 
 struct Avx2 {
-    using Vector = __m256i;
-    static constexpr u64 kNumbers = 4;
-
     // Bytes compare as signed numbers only: both sides are shifted by 128.
     struct Bounds {
         __m256i shifted[kClassesMax];
@@ -248,6 +347,7 @@ struct Avx2 {
         return static_cast<u64>(63 - ones(mask));
     }
 
+    // Four elements as 64-bit numbers.
     static __m256i widen(const u8* p) {
         u32 four;
         std::memcpy(&four, p, 4);
@@ -260,19 +360,30 @@ struct Avx2 {
         return _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }
 
-    static __m256i zero() { return _mm256_setzero_si256(); }
-    static __m256i add(__m256i a, __m256i b) { return _mm256_add_epi64(a, b); }
-    static __m256i multiply(__m256i a, __m256i b) { return _mm256_mul_epu32(a, b); }
-    static __m256i upper(__m256i v) { return _mm256_srli_epi64(v, 32); }
-    static void store(u64* to, __m256i v) { _mm256_store_si256(reinterpret_cast<__m256i*>(to), v); }
-
+    // Keys have 64 bits and elements at most 32: the halves of a key are multiplied, and their sums joined at the end.
     template <class U>
     static void weigh(const U* p, u64 n, u64 column, u64 sums[2]) {
-        weigh_vectors<Avx2>(p, n, column, sums);
+        __m256i low[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()}, high[2] = {low[0], low[1]};
+        u64 i = 0;
+        for (; i + 4 <= n; i += 4) {
+            __m256i bits = widen(p + i);
+            for (int lane = 0; lane < 2; ++lane) {
+                __m256i key = load(&kColumnKeys[static_cast<std::size_t>(lane)][column + i]);
+                low[lane] = _mm256_add_epi64(low[lane], _mm256_mul_epu32(bits, key));
+                high[lane] = _mm256_add_epi64(high[lane], _mm256_mul_epu32(bits, _mm256_srli_epi64(key, 32)));
+            }
+        }
+        for (int lane = 0; lane < 2; ++lane) {
+            alignas(32) u64 parts[4];
+            __m256i both = _mm256_add_epi64(low[lane], _mm256_slli_epi64(high[lane], 32));
+            _mm256_store_si256(reinterpret_cast<__m256i*>(parts), both);
+            sums[lane] = parts[0] + parts[1] + parts[2] + parts[3];
+        }
+        weigh_plainly(p, i, n, column, sums);
     }
 
-    static constexpr auto decode_rows = Rows<Avx2Words>::decode;
-    static constexpr auto encode_rows = Rows<Avx2Words>::encode;
+    static constexpr auto decode_rows = Rows::decode;
+    static constexpr auto encode_rows = Rows::encode;
 };
 
 constexpr Isa kIsa = Entry<Avx2>::table("avx2");

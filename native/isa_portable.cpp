@@ -4,6 +4,66 @@
 namespace deltasync {
 namespace {
 
+// Eight counts of 16 bits in a register: in memory, storing them one by one and loading them together would wait.
+class EightCounts {
+public:
+#ifdef __SSE2__
+    // A byte for each.
+    void add(u64 bytes) {
+        __m128i eight = _mm_cvtsi64_si128(static_cast<i64>(bytes));
+        counts_ = _mm_add_epi16(counts_, _mm_unpacklo_epi8(eight, _mm_setzero_si128()));
+    }
+
+    void store(u16* to) const { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), counts_); }
+
+private:
+    __m128i counts_ = _mm_setzero_si128();
+#else
+    void add(u64 bytes) {
+        for (int i = 0; i < 8; ++i) counts_[i] = static_cast<u16>(counts_[i] + (bytes >> (8 * i) & 0xFF));
+    }
+
+    void store(u16* to) const { std::memcpy(to, counts_, sizeof(counts_)); }
+
+private:
+    u16 counts_[8] = {};
+#endif
+};
+
+// Running counts of the members of up to K classes, one group of 64 elements at a time.
+template <class V, int K>
+class GroupTally {
+public:
+    static constexpr u64 kGroups = 1;
+
+    GroupTally(const Kind& kind, const typename V::Bounds& bounds) : exponents_(kind), bounds_(bounds) {}
+
+    template <class U>
+    void add(const U* p, u16* before, int) {
+        store(before);
+        const auto exponents = exponents_.of(p);
+        // How many exceed each bound, a byte each. All 64 exceed the bound before the first.
+        u64 exceed[kWords] = {}, above = 64;
+        for (int t = 0; t < K - 1; ++t)
+            exceed[t / 8] |= static_cast<u64>(V::exceeding(exponents, bounds_, t)) << (8 * (t % 8));
+        for (int w = 0; w < kWords; ++w) {
+            counts_[w].add((exceed[w] << 8 | above) - exceed[w]);
+            above = exceed[w] >> 56;
+        }
+    }
+
+    void store(u16* counts) const {
+        for (int w = 0; w < kWords; ++w) counts_[w].store(counts + 8 * w);
+    }
+
+private:
+    static constexpr int kWords = (K + 7) / 8;
+
+    typename V::Exponents exponents_;
+    const typename V::Bounds& bounds_;
+    EightCounts counts_[kWords];
+};
+
 struct Portable {
     struct Bounds {
         u8 byte[kClassesMax];

@@ -26,7 +26,7 @@ using KeyTable = nb::ndarray<const u64, nb::ro, nb::shape<-1, 3>, nb::c_contig, 
 
 std::vector<const Isa*> instruction_sets() {
     std::vector<const Isa*> found;
-    for (const Isa* isa : {avx512_isa(), avx2_isa(), portable_isa()})
+    for (const Isa* isa : {avx2_isa(), portable_isa()})
         if (isa) found.push_back(isa);
     return found;
 }

@@ -44,10 +44,8 @@ int lanes_log2_for(u64 count) { return std::clamp(static_cast<int>(std::bit_widt
 
 EncodeTable encode_table(const Frequencies& f) {
     EncodeTable table{};
-    std::array<u32, 257> beyond_one{};  // sums of what frequencies have beyond 1, which rare symbols have too
     u32 start = 0;
     for (u32 s = 0; s < 256; ++s) {
-        beyond_one[s + 1] = beyond_one[s] + (f[s] ? f[s] - 1 : 0);
         if (f[s] == 0) continue;
         table.symbols[s] = {f[s] > 1 ? ~u64{0} / f[s] + 1 : 0, f[s] == 1 ? ~u32{0} : 0, static_cast<u16>(f[s]),
                             static_cast<u16>(start)};
@@ -56,12 +54,6 @@ EncodeTable encode_table(const Frequencies& f) {
         table.packed[s] = u64{fields} << 32 | by.factor;
         start += f[s];
     }
-    u32 inside = 0;
-    for (u32 s = 0; s + kWindow <= 256; ++s) {
-        u32 sum = beyond_one[s + kWindow] - beyond_one[s];
-        if (sum > inside || s == 0) inside = sum, table.window = s;
-    }
-    table.narrow = beyond_one[256] - inside <= kSlots / 128;
     return table;
 }
 

@@ -18,15 +18,8 @@ build=${FUZZ_BUILD:-build/fuzz}/$(basename "$cxx")
 mkdir -p "$build"
 target=$build/decode_fuzz
 
-# The instruction sets that this machine has; AVX-512 emulated where it lacks it and SIMDe is installed.
 avx2="-mavx2 -mbmi -mbmi2 -mpopcnt"
-avx512="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mbmi -mbmi2 -mpopcnt"
-case "$(uname -m)" in x86_64 | amd64) ;; *) avx2="" avx512="" ;; esac
-if ! grep -qs avx512bw /proc/cpuinfo; then
-    if echo '#include <simde/x86/avx512.h>' | "$cxx" -x c++ -fsyntax-only - 2>/dev/null; then
-        avx512=-DDELTASYNC_SIMDE
-    fi
-fi
+case "$(uname -m)" in x86_64 | amd64) ;; *) avx2="" ;; esac
 
 compile() {
     source=$1
@@ -60,8 +53,6 @@ if [ ! -x "$target" ] || [ -n "$(find native tests/fuzz -newer "$target" \( -nam
             */module.cpp) ;; # the binding to Python
             # shellcheck disable=SC2086
             */isa_avx2.cpp) compile "$source" $avx2 ;;
-            # shellcheck disable=SC2086
-            */isa_avx512.cpp) compile "$source" $avx512 ;;
             *) compile "$source" ;;
         esac
     done

@@ -141,7 +141,7 @@ private:
 
 std::vector<const Isa*> instruction_sets() {
     std::vector<const Isa*> found;
-    for (const Isa* isa : {portable_isa(), avx2_isa(), avx512_isa()})
+    for (const Isa* isa : {portable_isa(), avx2_isa()})
         if (isa) found.push_back(isa);
     return found;
 }

@@ -21,7 +21,7 @@ from deltasync.format.weights import Region, Weights, whole_runs
 from deltasync.kernels import Kernels, available, load, reference
 
 REFERENCE = load("reference")
-TRIED = os.environ.get("DELTASYNC_TRIED_KERNELS", "").split() or [name for name in available() if name != "reference"]
+TRIED = [name for name in available() if name != "reference"]
 """The sets to compare with the reference: those of the variable, or all that this machine has."""
 
 NATIVE = [load(name) for name in TRIED]

@@ -64,6 +64,17 @@ _STORE = {
     "/ plain file": "/ plain file",
     "/ bare client": "/ obstore alone",
 }
+_LINK = {
+    "": "way",
+    "link": "link",
+    "step to live s": "step to live s",
+    "/ what its bytes need": "of what the bytes need",
+    "MB on the link": "MB on the link",
+    "trainer held s": "trainer held s",
+    "pause ms": "pause ms",
+    "steps": "steps",
+    "exact": "exact",
+}
 VIEWS: dict[str, View] = {
     "sizes": View(
         "codec",
@@ -115,6 +126,9 @@ VIEWS: dict[str, View] = {
     "late-differences": View("late", "one difference"),
     "late-levels": View("late", "other levels"),
     "late-ways": View("late", "ways to version"),
+    "wan": View("wan", "over a link, Qwen3", _LINK),
+    "wan-real": View("wan", "over a link, SmolLM2", {**_LINK, "replicas": "replicas"}),
+    "wan-phases": View("wan", "phases of a step, Qwen3"),
 }
 
 

@@ -122,8 +122,10 @@ class Run:
         }
 
     def phases(self) -> Row:
-        """Where the time went, in the last step. What runs at the same time is counted in each phase."""
-        return {"way": self.way, "link": self.rate, **self.steps[-1].phases}
+        """Where the time went, in medians. What runs at the same time is counted in each phase."""
+        names = self.steps[0].phases
+        medians = {name: statistics.median(step.phases[name] for step in self.steps) for name in names}
+        return {"way": self.way, "link": self.rate, **medians}
 
 
 class Program:
@@ -323,7 +325,7 @@ def real_states() -> list[Path]:
 
 
 def _tables(title: str, runs: Sequence[Run]) -> dict[str, list[Row]]:
-    names = list(dict.fromkeys(name for run in runs for name in run.steps[-1].phases))
+    names = list(dict.fromkeys(name for run in runs for name in run.steps[0].phases))
     phases = [run.phases() for run in runs if run.replicas == 1]
     return {
         f"over a link, {title}": [run.row() for run in runs],

@@ -212,7 +212,7 @@ class Replica:
 
     def _note(self, advance: Advance) -> None:
         s = advance.seconds
-        phases = {"plan": s.plan, "fetch": s.fetch, "decode": s.decode, "stage": s.stage, "commit": s.commit}
+        phases = {"plan": s.plan, "fetch": s.fetch, "decode": s.decode, "stage": s.stage, "apply": s.commit}
         self._moves.put({"live_s": time.monotonic(), "pause_s": s.pause, "replica": phases})
 
 

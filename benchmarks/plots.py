@@ -172,6 +172,19 @@ def _late(results: Results) -> Figure:
     return figure
 
 
+def _wan(results: Results) -> Figure:
+    """From a step to live weights, over both links."""
+    rows = VIEWS["wan"].table(results)
+    ways = list(dict.fromkeys(str(row["way"]) for row in rows))
+    links = list(dict.fromkeys(str(row["link"]) for row in rows))
+    seconds = {(row["way"], row["link"]): float(row["step to live s"] or 0) for row in rows}
+    figure, (axes,) = _figure(5.0)
+    series = {link: [seconds[way, link] for way in ways] for link in links}
+    _bars(axes, ways, series, (OURS, MUTED[1]), unit="seconds from a step to live weights, 0.6B weights, 1 % changed")
+    axes.set_xscale("log")
+    return figure
+
+
 PLOTS: dict[str, Callable[[Results], Figure]] = {
     "bench-sizes": _sizes,
     "bench-speed": _speed,
@@ -183,6 +196,7 @@ PLOTS: dict[str, Callable[[Results], Figure]] = {
     "bench-scatter": _ways(VIEWS["scatter"], "times the scatter", "times the scatter", ours=("prepare", "scatter")),
     "bench-store": _store,
     "bench-late": _late,
+    "bench-wan": _wan,
 }
 
 

@@ -212,9 +212,9 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk, where the system can do that."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync_folder(path: Path, *, dir_fd: int | None = None) -> None:
+    """Wait until the names in a folder are on disk, where the system can do that. `path` may be below an open one."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=dir_fd)
     try:
         os.fsync(fd)
     except OSError as error:

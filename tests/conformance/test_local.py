@@ -137,6 +137,50 @@ def test_a_root_that_is_gone_is_not_made_again(first: str, is_empty: bool, tmp_p
     store.put("folder/new", b"2")
 
 
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("folder", ["known", "new"])
+@pytest.mark.parametrize("is_empty", [False, True], ids=["gone", "an empty folder"])
+def test_a_root_that_goes_during_a_write_is_not_made_again(
+    verb: str, folder: str, is_empty: bool, tmp_path: Path
+) -> None:
+    root, away = tmp_path / "root", tmp_path / "away"
+
+    class MovedStore(LocalStore):
+        """Its folder is moved away right after the store has found it."""
+
+        def _require_root(self) -> None:
+            super()._require_root()
+            if self._root_inode is not None and not away.exists():
+                root.rename(away)
+                if is_empty:
+                    root.mkdir()
+
+    LocalStore(root).put("known/key", b"1")
+    store = MovedStore(root)
+    assert store.get("known/key") == b"1"
+    with pytest.raises(StoreError, match="was there and is gone") as caught:
+        getattr(store, verb)(f"{folder}/new", b"2")
+    assert caught.value.transient
+    assert sorted(path.name for path in tmp_path.iterdir()) == (["away", "root"] if is_empty else ["away"])
+    assert not is_empty or not list(root.iterdir()), "nothing is written in its place"
+    assert names_below(away) == ["known/key"]
+
+
+def test_a_root_that_goes_after_a_write_began_is_a_failure_that_may_pass(tmp_path: Path) -> None:
+    root, away = tmp_path / "root", tmp_path / "away"
+
+    class MovedStore(LocalStore):
+        def _prepare(self, folder: Path) -> None:
+            super()._prepare(folder)
+            root.rename(away)
+
+    for call in (LocalStore.put, LocalStore.create):
+        with pytest.raises(StoreError, match="was there and is gone") as caught:
+            call(MovedStore(root), "folder/key", b"1")
+        assert caught.value.transient
+        away.rename(root)
+
+
 def test_a_root_that_was_replaced_is_used(tmp_path: Path) -> None:
     """A feed that was restored from a copy."""
     store = LocalStore(tmp_path / "root")

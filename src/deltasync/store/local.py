@@ -80,6 +80,7 @@ def _rename_if_free(temporary: Path, path: Path) -> bool:
 LEFTOVER_AGE_S = 86_400.0
 """Hidden files of killed writers are removed when they are older than this."""
 
+_GONE = "the folder was there and is gone"
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.ASCII)
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 # After other errors of a write it is not known what is on disk, and a read of it proves nothing: the system reads what
@@ -132,14 +133,12 @@ class LocalStore(Store):
 
     def put(self, key: str, data: Data) -> None:
         path = self._path(key)
-        with self._errors("put", key):
-            self._prepare(path.parent)
+        with self._errors("put", key), self._prepared_folder(path.parent):
             atomic_write(path, [byte_view(data)])
 
     def create(self, key: str, data: Data) -> bool:
         path = self._path(key)
-        with self._errors("create", key):
-            self._prepare(path.parent)
+        with self._errors("create", key), self._prepared_folder(path.parent):
             with temporary_beside(path) as temporary:
                 with temporary.open("xb") as file:
                     file.write(byte_view(data))
@@ -181,6 +180,15 @@ class LocalStore(Store):
         require_key(key)
         return self._root / key
 
+    @contextmanager
+    def _prepared_folder(self, folder: Path) -> Iterator[None]:
+        """Have a folder for what is written in the block. OSError that may pass if it is gone in the middle of that."""
+        try:
+            self._prepare(folder)
+            yield
+        except (FileNotFoundError, InvalidInputError) as error:
+            raise OSError(errno.ESTALE, _GONE) from error
+
     def _prepare(self, folder: Path) -> None:
         """Create the folder and its parents durably, once: nothing here removes a folder.
 
@@ -189,19 +197,31 @@ class LocalStore(Store):
         self._require_root()
         if folder in self._prepared and folder.is_dir():
             return
-        between = [above for above in folder.parents if above.is_relative_to(self._root)]
-        for path in [*reversed(between), folder]:
-            _make_folder(path)
+        if self._root_inode is None:
+            _make_folder(self._root)
+        else:
+            _sync_existing(self._root.parent)
+        # Inside the folder that was found, wherever it is by now: if it is moved away, none is made in its place.
+        root = os.open(self._root, getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            inode = os.fstat(root).st_ino
+            if self._root_inode not in (None, inode):
+                raise OSError(errno.ESTALE, _GONE)
+            inside = folder.relative_to(self._root)
+            for path in (path for path in (*reversed(inside.parents), inside) if path.parts):
+                _make_folder_in(root, path)
+        finally:
+            os.close(root)
         _remove_leftovers(folder)
         self._prepared.add(folder)
-        self._root_inode = os.stat(self._root).st_ino
+        self._root_inode = inode
 
     def _require_root(self) -> None:
         """OSError if the folder was there and is gone, or is another one that is empty: the one below a mount."""
         if self._root_inode is None or (inode := _inode(self._root)) == self._root_inode:
             return
         if inode is None or not any(self._root.iterdir()):
-            raise OSError(errno.ESTALE, "the folder was there and is gone")
+            raise OSError(errno.ESTALE, _GONE)
         self._root_inode = inode
 
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
@@ -284,9 +304,27 @@ def _make_folder(path: Path) -> None:
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
     if not missing:
-        # The folder may be below one that this user may not read.
-        with suppress(PermissionError):
-            sync_folder(path.parent)
+        _sync_existing(path.parent)
+
+
+def _make_folder_in(root: int, path: Path) -> None:
+    """Create a folder below an open one, and wait until its name is on disk."""
+    try:
+        os.mkdir(path, dir_fd=root)
+    except OSError:
+        # Which error a system reports for a folder that exists is its choice.
+        with suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.stat(path, dir_fd=root).st_mode):
+                _sync_existing(path.parent, dir_fd=root)
+                return
+        raise
+    sync_folder(path.parent, dir_fd=root)
+
+
+def _sync_existing(path: Path, *, dir_fd: int | None = None) -> None:
+    """Sync a folder that this process has not created: it may be one that this user may not read."""
+    with suppress(PermissionError):
+        sync_folder(path, dir_fd=dir_fd)
 
 
 def _remove_leftovers(folder: Path) -> None:

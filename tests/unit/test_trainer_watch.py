@@ -8,9 +8,11 @@ from support.helpers import State, changed, same_bits, state, write_sharded
 from test_interop_folders import restored
 
 import deltasync
-from deltasync.errors import InvalidInputError, MismatchError
+from deltasync.errors import InvalidInputError, MismatchError, StoreError
 from deltasync.feed.log import Log
 from deltasync.store.memory import MemoryStore
+from deltasync.testing.faulty import Fault, FaultyStore, never
+from deltasync.trainer.publisher import PublisherOptions
 from deltasync.trainer.watch import ABANDONED_S, SETTLE_S, CheckpointWatch
 
 
@@ -55,6 +57,26 @@ def test_folders_are_published_in_the_order_of_their_numbers(tmp_path: Path) -> 
     with CheckpointWatch(f"{tmp_path}/step_*", store, clock=clock) as watch:
         assert [advance(watch, clock) for _ in range(2)] == [101, None]
     assert same_bits(restored(store, tmp_path / "out"), state())
+
+
+@pytest.mark.parametrize("verb", ["get_range", "create"], ids=["at its head", "for writing, with the shadow locked"])
+def test_a_feed_that_cannot_be_opened_is_opened_at_the_next_attempt(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the failed attempt had opened and locked is released."""
+    clock, closed = Clock(), []
+    store = FaultyStore(MemoryStore(), lambda operation: Fault("refuse") if operation.verb == verb else None)
+    monkeypatch.setattr(store, "close", lambda: closed.append(1))
+    monkeypatch.setattr("deltasync.store.open_store", lambda url: store)
+    write_sharded(tmp_path / "step_1", state())
+    options = PublisherOptions(shadow_path=tmp_path / "shadow", retry_s=0.0)
+    with CheckpointWatch(f"{tmp_path}/step_*", "memory://feed", clock=clock, options=options) as watch:
+        for attempt in range(3):
+            with pytest.raises(StoreError, match="refused"):
+                watch.advance()
+            assert len(closed) == attempt + 1
+        store._plan = never
+        assert advance(watch, clock) == 1
 
 
 def test_a_number_may_be_in_the_middle_of_a_path(tmp_path: Path) -> None:

@@ -86,12 +86,14 @@ class FolderPublisher(Closable):
     def _opened(self, check: Callable[[Manifest | None], object]) -> FeedPublisher:
         """The publisher. Before the feed is opened for writing, `check` gets its head and raises if it does not fit."""
         if self._publisher is None:
-            store = self._resources.enter_context(opened(self._feed))
-            check(Log(store).head())
-            publisher = FeedPublisher(store, self._options)
-            self._resources.callback(publisher.close)
-            publisher.open()
-            self._publisher = publisher
+            # After a failure nothing is left open: the next attempt locks the shadow again.
+            with ExitStack() as resources:
+                store = resources.enter_context(opened(self._feed))
+                check(Log(store).head())
+                publisher = FeedPublisher(store, self._options)
+                resources.callback(publisher.close)
+                publisher.open()
+                self._publisher, self._resources = publisher, resources.pop_all()
         return self._publisher
 
     def _publish_weights(

@@ -1,6 +1,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from support.feeds import NOW_UNIX_S, Feed, SpyStore, flip, paper, same_weights, store_of
@@ -14,6 +15,7 @@ from deltasync.feed.verify import verify
 from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.companions import write_files
+from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import FloorRecord, Heartbeat, Pin
 from deltasync.store.protocol import Data
@@ -593,3 +595,23 @@ def test_a_pinned_base_is_read_although_nothing_of_it_is_stored(monkeypatch: pyt
     some, whole, _ = both_ways(store, retention, monkeypatch, clock=later)
     assert some == whole
     assert some.pinned == ("start",)
+
+
+@pytest.mark.parametrize("bridge", ["a skip", "deltas without changes"])
+def test_a_base_that_stored_changes_lead_from_is_read(bridge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the copy of a feed: version 30 is built on version 0, and nothing of the versions up to 20 is stored."""
+    store, same = SpyStore(), StateDigest(0, 0)
+    none: dict[str, Any] = {"payloads": (), "changed": 0, "parent_digest": same, "digest": same}
+    committed(store, paper("base", 0))
+    for version in range(1, 21):
+        manifest = paper("delta", version, 10, **({} if bridge == "a skip" else none))
+        store.put(manifest_key(manifest), manifest.to_bytes())
+    if bridge == "a skip":
+        committed(store, paper("skip", 20, 30, start=0))
+    committed(store, paper("delta", 21, 10, **({} if bridge == "a skip" else {"parent_digest": same})))
+    committed(store, *(paper("delta", v, 10) for v in range(22, 60)))
+    committed(store, paper("anchor", 50, 100), late=True)
+    store.put(keys.pin_key("best"), Pin("best", 30, paper("anchor", 30).digest.hex, "", NOW_UNIX_S).to_bytes())
+    some, whole, _ = both_ways(store, Retention(anchors=1, versions=5), monkeypatch, clock=later)
+    assert some == whole
+    assert some.pinned == ("best",)

@@ -221,6 +221,7 @@ def _may_be_stored(
 ) -> bool:
     """Whether something in the store may belong to `newest`, the manifest of a version, or to an older version.
 
+    That may be a change to a later version. It leads from an older one, perhaps a base, of which nothing is stored.
     The payloads of a version are put before its manifest: a later one that no manifest names is one of a publication in
     progress. In a copy of a feed the times may be others, so that only young payloads are taken for that: they stay.
     """
@@ -231,6 +232,8 @@ def _may_be_stored(
     for manifest in manifests.values():
         refs = [ref.sha256 for ref in manifest.refs]
         if manifest.version <= version and any(sha256 in payloads for sha256 in refs):
+            return True
+        if manifest.parent is not None and manifest.parent <= version and all(sha256 in payloads for sha256 in refs):
             return True
         named.update(refs)
     settled_unix_s = max(newest.modified_unix_s, young_unix_s)

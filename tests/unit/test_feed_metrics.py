@@ -12,6 +12,7 @@ from deltasync.feed.metrics import PHASES, UpkeepCollector
 from deltasync.feed.pins import pin
 from deltasync.feed.prune import Pruner, Retention
 from deltasync.feed.relay import Relay
+from deltasync.feed.upkeep import Upkeep
 from deltasync.format import keys
 from deltasync.format.sealed import Heartbeat
 from deltasync.metrics import exposition
@@ -172,6 +173,20 @@ def test_a_caller_that_stops_early_is_no_failure() -> None:
     sending.close()
     assert relay.upkeep.counts.get("failures", 0) == 0
     assert relay.upkeep.error is None
+
+
+def test_what_another_thread_reads_does_not_change() -> None:
+    """`GET /status` goes through the counts while a relay adds the first edge of a kind."""
+    upkeep = Upkeep()
+    upkeep.count("delta_edges")
+    with upkeep.phase("fetch"):
+        pass
+    reading = [iter(part.items()) for part in (upkeep.counts, upkeep.seconds)]
+    upkeep.count("anchor_edges")
+    with upkeep.phase("put"):
+        pass
+    assert [[name for name, _ in part] for part in reading] == [["delta_edges"], ["fetch"]]
+    assert set(upkeep.counts) == {"delta_edges", "anchor_edges"}
 
 
 def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,8 +136,11 @@ class Pruner:
             stored = {keys.payload_key(sha256): item.nbytes for sha256, item in contents.payloads.items()}
             upkeep.head, upkeep.version = contents.head, pruning.floor
             deleted_bytes = pruning.payload_bytes - sum(stored.get(key, 0) for key in stay)
-            upkeep.figures["stored_bytes"] = sum(stored.values()) - deleted_bytes
-            upkeep.figures["held_replicas"], upkeep.figures["held_pins"] = len(pruning.held_by), len(pruning.pinned)
+            upkeep.figures = {
+                "stored_bytes": sum(stored.values()) - deleted_bytes,
+                "held_replicas": len(pruning.held_by),
+                "held_pins": len(pruning.pinned),
+            }
             upkeep.count("runs")
             upkeep.count("deleted_objects", len(pruning.keys) - len(stay))
             upkeep.count("deleted_bytes", deleted_bytes)

@@ -12,6 +12,8 @@ from deltasync.store.retry import Retry
 class Upkeep:
     """Counts and times of one such process since it was created. One thread writes them, others may read them.
 
+    No dictionary is ever changed: it is replaced by another one, so that others may read it in the meantime.
+
     `version`: where it is. A compactor holds the weights of this version, a copy has it as its newest one, and a
     pruner keeps everything from it on. `head`: the newest version of the feed that it has seen. `error`: what the last
     attempt failed with; None after a success. `worked_unix_s`: when the last attempt succeeded.
@@ -52,11 +54,11 @@ class Upkeep:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began_s
+            self.seconds = {**self.seconds, name: self.seconds.get(name, 0.0) + time.perf_counter() - began_s}
 
     def count(self, name: str, number: int = 1) -> None:
         """Add to a count."""
-        self.counts[name] = self.counts.get(name, 0) + number
+        self.counts = {**self.counts, name: self.counts.get(name, 0) + number}
 
     def why_not_ready(self) -> str | None:
         """Why this process does not do its work: it fails, or has not succeeded yet. None if it does."""

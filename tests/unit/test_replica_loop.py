@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from io import FileIO
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,8 @@ from deltasync.format import keys
 from deltasync.format.sealed import Heartbeat
 from deltasync.format.weights import Weights
 from deltasync.replica import loop
+from deltasync.replica.follower import Follower
+from deltasync.replica.proved import ProvedTarget
 from deltasync.replica.target import Staged
 from deltasync.store import local
 from deltasync.store.local import LocalStore
@@ -644,6 +647,31 @@ def test_a_heartbeat_has_the_digest_of_its_version() -> None:
         other.join()
     assert 1 in dict(written)
     assert all(digest in (None, digests[version]) for version, digest in written if version is not None)
+
+
+def alternating(*values: object) -> property:
+    """An attribute that another thread has changed whenever it is read again."""
+    turns = cycle(values)
+    return property(lambda self: next(turns), lambda self, value: None)
+
+
+def test_what_other_threads_change_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = long_feed(2)
+    with follower(feed.store, target_for(feed)) as replica:
+        replica.advance()
+        monkeypatch.setattr(Follower, "_pinned", alternating(feed.log.read(0), None), raising=False)
+        monkeypatch.setattr(Follower, "_error", alternating(StoreError("down", transient=True), None), raising=False)
+        monkeypatch.setattr(ProvedTarget, "read_back", alternating((1, 100), (2, 200)), raising=False)
+        for _ in range(2):
+            status = replica.status()
+            assert status.pinned in (0, None)
+            assert status.error in ("StoreError: down", None)
+            assert (status.proved_version, status.proved_unix_s) in ((1, 100), (2, 200))
+            assert replica._goal(None).version in (0, 1)
+            facts = replica._facts(1)
+            assert (facts["proved_version"], facts["proved_unix_s"]) in (("1", "100"), ("2", "200"))
+            # Of another version than the one that is live by now: what is said beside a version is about that one.
+            assert replica._facts(0)["lag"] == "1"
 
 
 @pytest.mark.parametrize("what", ["the folder", "all that is in it"])

@@ -104,9 +104,8 @@ class Follower(ProcessBound):
         self._confirmed: tuple[int, float] | None = None
         """The version that a poll found to be the one to serve, and when that poll began."""
         self._polled_at_s: float | None = None
-        self._last: Advance | None = None
-        self._live_unix_ms = 0
-        """When the last advance went live."""
+        self._last: tuple[Advance, int] | None = None
+        """The last advance, and when it went live, in milliseconds since 1970."""
         self._tracer = VersionTracer(self._log.feed_id)
         self._seconds = Seconds()
         """The time of all advances."""
@@ -218,8 +217,9 @@ class Follower(ProcessBound):
     def status(self) -> Status:
         """The present state. Never blocks."""
         self._require_here()
+        # Each is read once: another thread may change it at any time.
         head, served, confirmed = self._head.manifest, self._served, self._confirmed
-        read_back = self._proved.read_back
+        read_back, last, error = self._proved.read_back, self._last, self._error
         return Status(
             replica=self.replica,
             version=served,
@@ -229,8 +229,8 @@ class Follower(ProcessBound):
             pinned=self._pinned_version,
             is_paused=self._is_paused,
             is_following=self._loop.is_running,
-            last=self._last,
-            error=None if self._error is None else f"{type(self._error).__name__}: {self._error}",
+            last=None if last is None else last[0],
+            error=None if error is None else f"{type(error).__name__}: {error}",
             stale_s=None if confirmed is None or confirmed[0] != served else time.monotonic() - confirmed[1],
             counts=replace(
                 self._counts,
@@ -310,7 +310,8 @@ class Follower(ProcessBound):
             return manifest
         head = self._head.poll()
         self._polled_at_s = time.monotonic()
-        return head if self._pinned is None else self._pinned
+        pinned = self._pinned
+        return head if pinned is None else pinned
 
     def _read(self, version: int) -> Manifest:
         try:
@@ -326,7 +327,8 @@ class Follower(ProcessBound):
 
     @property
     def _pinned_version(self) -> int | None:
-        return None if self._pinned is None else self._pinned.version
+        pinned = self._pinned
+        return None if pinned is None else pinned.version
 
     def _newest(self) -> Manifest | None:
         """The version to read ahead to."""
@@ -370,7 +372,7 @@ class Follower(ProcessBound):
 
     def _report(self, advanced: Advance) -> None:
         """Report an advance to the log, the tracer, those who wait, the observer and the feed."""
-        self._last, self._live_unix_ms = advanced, int(1000 * time.time())
+        self._last = advanced, int(1000 * time.time())
         self._seconds += advanced.seconds
         logger.info("%s", advanced)
         self._trace(advanced)
@@ -412,19 +414,19 @@ class Follower(ProcessBound):
 
     def _facts(self, version: int | None) -> Mapping[str, str]:
         """What a heartbeat says beside the version."""
-        facts, lag = {"engine": self._target.engine}, self.status().lag
-        if lag is not None:
-            facts["lag"] = str(lag)
-        proved = self._proved
+        facts = {"engine": self._target.engine}
+        head, proved, last = self._head.manifest, self._proved, self._last
+        if head is not None and version is not None:
+            facts["lag"] = str(max(0, head.version - version))
         if (digest := proved.digest_of(version)) is not None:
             facts["digest"] = digest.hex
-        if proved.read_back is not None:
-            facts |= {"proved_version": str(proved.read_back[0]), "proved_unix_s": str(proved.read_back[1])}
+        if (read_back := proved.read_back) is not None:
+            facts |= {"proved_version": str(read_back[0]), "proved_unix_s": str(read_back[1])}
         if proved.scrubbed_unix_s is not None:
             facts["scrubbed_unix_s"] = str(proved.scrubbed_unix_s)
-        if self._target.unseen_elements:
-            facts["unseen_elements"] = str(self._target.unseen_elements)
-        if self._last is not None:
-            facts |= self._last.seconds.facts()
-            facts |= {"moved_version": str(self._last.version), "moved_unix_ms": str(self._live_unix_ms)}
+        if unseen := self._target.unseen_elements:
+            facts["unseen_elements"] = str(unseen)
+        if last is not None:
+            facts |= last[0].seconds.facts()
+            facts |= {"moved_version": str(last[0].version), "moved_unix_ms": str(last[1])}
         return facts

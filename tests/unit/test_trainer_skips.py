@@ -9,6 +9,7 @@ import pytest
 from support.feeds import LONG_S, Gate, Outage, begun, publish, publisher, require_steps
 
 from deltasync.errors import InvalidInputError
+from deltasync.feed.compact import Compactor
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
 from deltasync.format import keys
@@ -112,6 +113,21 @@ def test_skips_that_fail_are_reported_and_written_later(is_transient: bool, capl
     await_skips(store)
     to.close()
     require_steps(store, STEPS)
+
+
+def test_an_error_that_nobody_expected_is_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(compactor: Compactor) -> None:
+        raise ZeroDivisionError("a mistake in this program")
+
+    monkeypatch.setattr(Compactor, "advance", fail)
+    store, to = begun(skips=LEVELS)
+    publish_all(to)
+    to.close()
+    require_steps(store, STEPS)
+    assert "no skip was written, the next versions get one: a mistake in this program" in caplog.text
+    assert "Traceback" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["crash_before", "crash_after"])

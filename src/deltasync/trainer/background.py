@@ -90,7 +90,7 @@ class Skips:
         with self._lock:
             is_waiting, self._is_due = self._is_due, True
         if not is_waiting:
-            self._pool.submit(self._advance)
+            self._pool.submit(self._advance).add_done_callback(self._report)
 
     def close(self) -> None:
         """Stop at the next read of the feed: a skip that is being put is finished."""
@@ -100,13 +100,15 @@ class Skips:
     def _advance(self) -> None:
         with self._lock:
             self._is_due = False
-        try:
-            for skip in self._compactor.advance():
-                logger.info("a skip leads from version %s to %d", skip.parent, skip.version)
-        except (DeltasyncError, MemoryError) as error:
-            # The feed is complete without it.
-            if not self._store.is_stopped:
-                logger.warning("no skip was written, the next versions get one: %s", error)
+        for skip in self._compactor.advance():
+            logger.info("a skip leads from version %s to %d", skip.parent, skip.version)
+
+    def _report(self, done: "Future[None]") -> None:
+        """Report an error. The feed is complete without skips."""
+        error = done.exception()
+        if error is not None and not self._store.is_stopped:
+            trace = None if isinstance(error, DeltasyncError | MemoryError) else error
+            logger.warning("no skip was written, the next versions get one: %s", error, exc_info=trace)
 
 
 class _Stoppable(WrapperStore):

@@ -11,6 +11,8 @@ from deltasync.errors import InvalidInputError
 from deltasync.feed.replay import zeros
 from deltasync.format import limits
 from deltasync.format.manifest import Manifest
+from deltasync.format.weights import Changes
+from deltasync.torch import device
 from deltasync.torch.device import DeviceCapture
 from deltasync.torch.tensors import _NAMES, TorchWeights
 from deltasync.trainer.capture import Shadow, capture, copy_into, tensors_of
@@ -101,6 +103,25 @@ def test_the_copy_on_the_device_is_not_the_shadow() -> None:
     on_device.find(shadow, old, None)
     shadow.weights.arrays[0][:] ^= 1
     assert plain(on_device.find(shadow, old, None), shadow) == {}
+
+
+def test_a_copy_that_could_not_be_updated_is_updated_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device ran out of memory. What changed while its copy was behind must not be missed."""
+    old, new = model(0, torch.float32), model(1, torch.float32)
+    shadow, on_device = shadow_of(old, None), DeviceCapture()
+    captured = on_device.find(shadow, new, None)
+    assert captured
+    shadow.advance(captured, paper("anchor", 1))
+    overwrite = device._DeviceShadow._overwrite
+
+    def fail(copy: device._DeviceShadow, changes: Changes) -> None:
+        monkeypatch.setattr(device._DeviceShadow, "_overwrite", overwrite)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(device._DeviceShadow, "_overwrite", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        on_device.find(shadow, new, None)
+    assert plain(on_device.find(shadow, new, None), shadow) == {}
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,10 @@ class _DeviceShadow:
     def bits(self, runs: Runs) -> torch.Tensor:
         """The bits of some elements."""
         while self._missed:
-            for changes in self._missed.pop(0):
+            for changes in self._missed[0]:
                 self._overwrite(changes)
+            # Not before: if the device runs out of memory in between, all of them are overwritten again.
+            self._missed.pop(0)
         return _cat([self._tensors[t][first : first + count] for t, first, count in runs.tolist()])
 
     def _overwrite(self, changes: Changes) -> None:

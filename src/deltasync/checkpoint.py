@@ -450,7 +450,7 @@ def _sync(path: Path) -> None:
     files = list(_files_below(path))
     for file in files:
         sync_file(file)
-    for folder in {file.parent for file in files if file != path}:
+    for folder in {above for file in files for above in file.parents if above.is_relative_to(path)}:
         sync_folder(folder)
 
 

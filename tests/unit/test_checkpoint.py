@@ -188,6 +188,23 @@ def test_the_output_is_not_there_while_it_is_filled(tmp_path: Path) -> None:
     assert seen == [False]
 
 
+def test_every_name_is_on_disk_before_the_output_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    files = {"config.json": b"{}", "a/b/c.json": b"{}"}
+    write_checkpoint(Weights.of(state()).layout, files, tmp_path / "out", lambda weights: None)
+    temporary = os.path.dirname(synced[0])
+    inside = {os.path.relpath(path, temporary) for path in synced[:-1]}
+    assert inside == {".", "a", "a/b", "a/b/c.json", "config.json", "model.safetensors"}
+    assert synced[-1] == str(tmp_path)
+
+
 def test_outputs_that_are_taken(tmp_path: Path) -> None:
     write_sharded(tmp_path / "old", state())
     (tmp_path / "file").write_text("precious")

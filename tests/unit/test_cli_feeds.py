@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.feeds import LONG_S, publish, publisher
+from support.feeds import LONG_S, paper, publish, publisher
 from support.helpers import changed, state, write_sharded
 from support.replicas import wait_until
 
@@ -21,11 +21,13 @@ import deltasync
 from deltasync.cli import main as cli
 from deltasync.cli.feeds import base_ref
 from deltasync.cli.units import ranges_text, size_text, time_text
+from deltasync.feed.compact import Compactor
 from deltasync.feed.log import Log
+from deltasync.feed.relay import Relay, Relayed
 from deltasync.feed.survey import ORPHAN_S
 from deltasync.feed.writer import Writer
 from deltasync.format import keys
-from deltasync.format.manifest import BaseRef
+from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.sealed import Heartbeat
 from deltasync.store.local import LocalStore
 
@@ -836,6 +838,27 @@ def test_what_follows_a_feed_listens(place: Path, role: str, version: int) -> No
             assert process.wait(60) == 0
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("role", ["compactor", "relay"])
+def test_what_always_has_more_to_do_ends_at_a_signal(
+    place: Path, capsys: Out, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training is faster than the link of a relay, or a compactor has a long feed to catch up with."""
+    done: list[int] = []
+
+    def advance(one: Compactor | Relay) -> Iterator[Manifest | Relayed]:
+        for number in range(1000):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            done.append(number)
+            time.sleep(0.001)
+            yield paper("skip", 4, 10, start=0) if role == "compactor" else Relayed("copy", "delta", 4, 3, 1, 1, 0)
+
+    monkeypatch.setattr(Compactor, "advance", advance)
+    monkeypatch.setattr(Relay, "advance", advance)
+    assert run(*FOLLOWS[role], "--follow") == 0
+    assert 3 < len(done) < 500
 
 
 @pytest.mark.parametrize("role", FOLLOWS)

@@ -434,6 +434,8 @@ def compact(args: argparse.Namespace, out: Output) -> None:
                     _print_skip(out, skip)
                 elif args.follow:
                     out.json_line(_skip_json(skip))
+                if loop.is_stopping:
+                    break
             return len(written) > before
 
         if args.follow:

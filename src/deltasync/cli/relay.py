@@ -4,7 +4,7 @@ import argparse
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ def _follow(relays: Sequence[Relay], printer: "_Printer") -> None:
     def follow(each: Relay, loop: Loop) -> None:
         def step() -> bool:
             try:
-                return printer.print_all(each)
+                return printer.print_all(each, is_stopping=lambda: loop.is_stopping)
             except ConflictError as error:
                 # No retry can help: the destination is a copy of something else by now.
                 conflicts.append(error)
@@ -120,8 +120,11 @@ class _Printer:
         self._edges: dict[str, int] = {}
         self._bytes: dict[str, int] = {}
 
-    def print_all(self, relay: Relay) -> bool:
-        """Send what is new, and print it. Whether there was anything."""
+    def print_all(self, relay: Relay, *, is_stopping: Callable[[], bool] = lambda: False) -> bool:
+        """Send what is new, and print it. Whether there was anything.
+
+        Where training is faster than the link, there is always something new: `is_stopping` ends it.
+        """
         is_new = False
         for sent in relay.advance():
             is_new = True
@@ -130,6 +133,8 @@ class _Printer:
                 sent_bytes = sent.payload_bytes + sent.manifest_bytes
                 self._bytes[sent.destination] = self._bytes.get(sent.destination, 0) + sent_bytes
                 self._print(sent)
+            if is_stopping():
+                break
         return is_new
 
     def print_totals(self, destinations: Sequence[str]) -> None:

@@ -12,14 +12,13 @@ from support.helpers import State, changed, same_bits, state
 from deltasync.blocks import Changed, encode_changed, encode_changes, encode_delta, layout_runs
 from deltasync.errors import InvalidInputError
 from deltasync.format import limits
-from deltasync.format.layout import TensorSpec
+from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.payload import Block
 from deltasync.format.weights import Bits, Region, Runs, Weights
 from deltasync.trainer import capture as module
 from deltasync.trainer.capture import (
     Capture,
     Shadow,
-    by_tensor,
     capture,
     capture_each,
     collect,
@@ -70,6 +69,10 @@ def differences(old: Weights, new: Weights) -> dict[str, tuple[list[int], list[i
 
 def plain(changes: Changed) -> dict[str, tuple[list[int], list[int]]]:
     return {name: (indices.tolist(), values.tolist()) for name, (indices, values) in changes.items()}
+
+
+def by_tensor(layout: Layout, found: Capture) -> Changed:
+    return dict(tensors_of(layout, in_blocks(layout, found)))
 
 
 # Elements of a region, of a cell and compared at a time, and the changes after which a block ends.

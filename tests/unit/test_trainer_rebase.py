@@ -190,3 +190,14 @@ def test_rebase_uses_up_what_it_is_given() -> None:
     found = rebase(LAYOUT, captures, sent, before)
     assert [plain(dict(tensors_of(LAYOUT, one))) for one in found] == [plain(differences(first, s)) for s in later]
     assert not any((*captures, sent, before))
+
+
+def test_no_block_is_lost_in_silence() -> None:
+    """A capture that is not cut as the layout is cannot be rebased."""
+    rng = np.random.default_rng(0)
+    old, first, second = (weights(rng, 3) for _ in range(3))
+    shadow = Shadow(copy(old), None)
+    sent = in_blocks(LAYOUT, differences(old, first))
+    captured = in_blocks(LAYOUT, differences(old, second))[::-1]
+    with pytest.raises(ValueError, match="some of them were not rebased"):
+        rebase(LAYOUT, [captured], sent, shadow.bits_before(sent))

@@ -195,14 +195,11 @@ def cut_runs(runs: Runs, elements: int) -> list[Runs]:
     return [slice_runs(runs, start, min(start + elements, total)) for start in range(0, total, elements)]
 
 
-def tensor_parts(
-    layout: Layout, changes: Changes, *, in_place: bool = False
-) -> Iterator[tuple[int, NDArray[np.unsignedinteger], Bits]]:
-    """Tensor ordinal, ascending flat indices and new bits of each run that has changes.
-
-    `in_place`: the changes are not needed afterwards, and their positions become the indices where they are as wide.
-    """
+def tensor_parts(layout: Layout, changes: Changes) -> Iterator[tuple[int, NDArray[np.unsignedinteger], Bits]]:
+    """Tensor ordinal, ascending flat indices and new bits of each run that has changes."""
     begin = lo = 0
+    # Those that were packed are an array of our own, which becomes the indices.
+    must_copy = not isinstance(changes.held, PackedPositions)
     positions, ends = changes.positions, np.cumsum(changes.runs[:, 2])
     cuts = ends if positions is None else np.searchsorted(positions, ends)
     for (ordinal, first, count), end, hi in zip(changes.runs.tolist(), ends.tolist(), cuts.tolist(), strict=True):
@@ -213,7 +210,7 @@ def tensor_parts(
             else:
                 # The difference can be negative, the sum is not: unsigned arithmetic wraps around to it.
                 shift = np.array(first - begin).astype(np.int64).astype(wide)
-                indices = positions[lo:hi].astype(wide, copy=not in_place)
+                indices = positions[lo:hi].astype(wide, copy=must_copy)
                 indices += shift
             yield ordinal, indices, changes.values[lo:hi]
         begin, lo = end, hi

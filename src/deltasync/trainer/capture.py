@@ -44,7 +44,7 @@ TensorChanges = tuple[NDArray[np.unsignedinteger], Bits]
 """Ascending indices and new bits of one tensor."""
 
 Capture = list[Changes] | dict[str, TensorChanges]
-"""A capture in blocks, ready to be encoded; or by tensor, after a rebase or where tensors came one by one."""
+"""A capture in blocks, ready to be encoded; or by tensor, where tensors came one by one."""
 
 _WINDOW = 1 << 18
 """Changes that are rebased at a time: temporary memory stays small."""
@@ -64,29 +64,10 @@ def in_blocks(layout: Layout, capture: Capture) -> list[Changes]:
     return result
 
 
-def by_tensor(layout: Layout, capture: Capture) -> dict[str, TensorChanges]:
-    """A capture by the names of its tensors. One in blocks is used up: it keeps its memory where that is possible."""
-    if isinstance(capture, dict):
-        return capture
-    return dict(tensors_of(layout, _emptied(capture), in_place=True))
-
-
-def _emptied(blocks: list[Changes]) -> Iterator[Changes]:
-    """The items of a list, which is left empty: nothing holds the memory of one that the caller has dropped."""
-    blocks.reverse()
-    while blocks:
-        yield blocks.pop()
-
-
-def tensors_of(
-    layout: Layout, blocks: Iterable[Changes], *, in_place: bool = False
-) -> Iterator[tuple[str, TensorChanges]]:
-    """The changes of each tensor, by its name. Blocks come in the order of the layout, at least those of one type.
-
-    `in_place`: the blocks are used up, and a tensor that lies in one of them keeps its memory.
-    """
+def tensors_of(layout: Layout, blocks: Iterable[Changes]) -> Iterator[tuple[str, TensorChanges]]:
+    """The changes of each tensor, by its name. Blocks come in the order of the layout, at least those of one type."""
     seen: set[str] = set()
-    parts = (part for changes in blocks for part in tensor_parts(layout, changes, in_place=in_place))
+    parts = (part for changes in blocks for part in tensor_parts(layout, changes))
     for ordinal, group in groupby(parts, key=lambda part: part[0]):
         name = layout.tensors[ordinal].name
         if name in seen:
@@ -126,6 +107,8 @@ def rebase(
     for parts in each(rebased, taken()):
         for result, blocks in zip(results, parts, strict=True):
             result += blocks
+    if any((*captures, sent, before)):
+        raise ValueError("blocks must be cut as the layout is, and come in its order: some of them were not rebased")
     return results
 
 
@@ -297,8 +280,8 @@ def capture_each(shadow: Weights, tensors: Iterable[tuple[TensorSpec, Bits]]) ->
         arrays = shadow.arrays
         new = Weights(shadow.layout, (*arrays[:ordinal], bits, *arrays[ordinal + 1 :]))
         runs = cut_runs(whole_runs(shadow.layout, [ordinal]), limits.BLOCK_ELEMENTS_MAX)
-        blocks = [changes for part in each(_comparison(shadow, new), runs) for changes in part]
-        captured |= by_tensor(shadow.layout, blocks)
+        blocks = (changes for part in each(_comparison(shadow, new), runs) for changes in part)
+        captured |= tensors_of(shadow.layout, blocks)
     return captured
 
 

@@ -257,10 +257,14 @@ class Pipeline:
             self.anchors.note(replaced)
             if committed.is_anchor_due:
                 self.anchors.begin(committed.manifest)
-            waiting = [one for one in (job, self._pending) if one is not None and one.capture is not None]
-            captures = [in_blocks(layout, [] if one.capture is None else one.capture) for one in waiting]
-            for one, rebased in zip(waiting, rebase(layout, captures, changes, before), strict=True):
-                one.capture = rebased
+            waiting = [
+                (one, in_blocks(layout, one.capture))
+                for one in (job, self._pending)
+                if one is not None and one.capture is not None
+            ]
+            rebased = rebase(layout, [capture for _, capture in waiting], changes, before)
+            for (one, _), capture in zip(waiting, rebased, strict=True):
+                one.capture = capture
         if self._skips is not None:
             self._skips.note(committed.manifest)
 

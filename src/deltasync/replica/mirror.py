@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -415,9 +415,12 @@ def fill_mirror(feed: Feed, path: Path, *, base: Path | None = None, version: in
     By default a version that the mirror holds is kept, and an empty mirror gets the newest one. What the mirror holds
     is proved by its digest. Several processes may fill one mirror: one does it, and the others wait.
     """
-    if _is_locked(path):
-        logger.info("waiting for the process that fills the mirror %s", path)
-    with opened(feed) as store, locked(path, wait_s=_WAIT_S):
+    with opened(feed) as store, ExitStack() as held:
+        try:
+            held.enter_context(locked(path))
+        except InvalidInputError:
+            logger.info("waiting for the process that fills the mirror %s", path)
+            held.enter_context(locked(path, wait_s=_WAIT_S))
         mirror = Mirror(Log(RetryingStore(store, limit_s=_PATIENCE_S)), path=path, base=base)
         mirror.open()
         if mirror.version is None or version not in (None, mirror.version):
@@ -425,14 +428,6 @@ def fill_mirror(feed: Feed, path: Path, *, base: Path | None = None, version: in
             mirror.advance(goal, lambda layout: None)
         assert mirror.version is not None
         return mirror.version
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with locked(path):
-            return False
-    except InvalidInputError:
-        return True
 
 
 def _record_path(path: Path) -> Path:

@@ -28,12 +28,12 @@ from deltasync.feed.plan import Edge
 from deltasync.feed.replay import apply_edge, load, zeros
 from deltasync.feed.survey import is_given_up, reachable
 from deltasync.feed.verify import verify
+from deltasync.feed.writer import LATE_S
 from deltasync.format import keys
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.sealed import FloorRecord, Heartbeat
 from deltasync.format.weights import Weights
-from deltasync.trainer.version import LATE_S
 
 from .store import ERRORS, SimProcess
 

@@ -11,11 +11,12 @@ from support.helpers import changed, state
 
 from deltasync import compact, verify
 from deltasync.errors import CorruptError, InvalidInputError, NotFoundError, StoreError
-from deltasync.feed.compact import LATE_S, Compactor
+from deltasync.feed.compact import Compactor
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
 from deltasync.feed.prune import ORPHAN_S, Retention, plan_prune, prune
 from deltasync.feed.replay import replay, zeros
+from deltasync.feed.writer import LATE_S
 from deltasync.format import keys
 from deltasync.format.weights import Weights
 from deltasync.store.memory import MemoryStore

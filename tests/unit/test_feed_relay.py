@@ -12,9 +12,10 @@ from deltasync.feed.compact import Compactor, compact
 from deltasync.feed.log import Log
 from deltasync.feed.pins import pin
 from deltasync.feed.prune import Retention, plan_prune, prune
-from deltasync.feed.relay import LATE_S, Relay, Relayed, relay
+from deltasync.feed.relay import Relay, Relayed, relay
 from deltasync.feed.replay import load
 from deltasync.feed.verify import Verification, verify
+from deltasync.feed.writer import LATE_S
 from deltasync.format import keys
 from deltasync.format.companions import write_files
 from deltasync.format.sealed import Heartbeat

@@ -27,6 +27,7 @@ from deltasync.feed.log import Log, manifest_key
 from deltasync.feed.plan import Edge, Plan
 from deltasync.feed.replay import blocking, load, staged_changes, with_fallback
 from deltasync.feed.upkeep import Upkeep
+from deltasync.feed.writer import LATE_S
 from deltasync.format import keys
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef
@@ -41,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 LEVELS = (4, 16, 64)
 RETRY_S = 60.0
-
-LATE_S = 6 * 3600
-"""Payloads that were put longer ago are put again when the manifest is created: `prune` removes orphans after a day."""
 
 
 @dataclass(slots=True)

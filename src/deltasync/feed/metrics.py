@@ -83,7 +83,8 @@ class UpkeepCollector:
             return {(*labels, name): read(upkeep, name) for labels, upkeep in self._sources.items() for name in names}
 
         yield gauge(f"{role}_version", _VERSIONS[role], samples(lambda u: u.version), self._labels)
-        yield gauge(f"{role}_head", "The newest version of the feed that was seen.", samples(_head), self._labels)
+        heads = samples(lambda u: u.head)
+        yield gauge(f"{role}_head", "The newest version of the feed that was seen.", heads, self._labels)
         if role == "relay":
             yield gauge("relay_lag", "Versions that the copy does not have yet.", samples(_lag), self._labels)
         yield gauge(f"{role}_failing", "1 while it fails.", samples(lambda u: u.error is not None), self._labels)
@@ -115,10 +116,6 @@ class UpkeepCollector:
         yield counter(f"{role}_failures", "Attempts that failed; another follows.", failed, self._labels)
         for field, (name, description) in _COUNTERS[role].items():
             yield counter(f"{role}_{name}", description, samples(partial(_count, name=field)), self._labels)
-
-
-def _head(upkeep: Upkeep) -> int | None:
-    return upkeep.head
 
 
 def _lag(upkeep: Upkeep) -> int | None:

@@ -28,7 +28,7 @@ from deltasync.feed.log import READ_THREADS, RELAY_ENGINE, Log, get_manifest, is
 from deltasync.feed.plan import Edge, Plan
 from deltasync.feed.replay import blocking, with_fallback
 from deltasync.feed.upkeep import Upkeep
-from deltasync.feed.writer import Writer, probe_clock
+from deltasync.feed.writer import LATE_S, Writer, probe_clock
 from deltasync.format import keys
 from deltasync.format.manifest import Kind, Manifest, PayloadRef
 from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat
@@ -45,9 +45,6 @@ LAG_MAX = 4
 
 TRUST_S = 3600
 """A payload that was put longer ago, and that no manifest names, is put again: a pruner may be about to delete it."""
-
-LATE_S = 6 * 3600
-"""Payloads that were put longer ago are put again when the manifest that names them is created."""
 
 OTHERS_S = 10.0
 """Seconds between two looks for anchors and skips that are not copied yet."""

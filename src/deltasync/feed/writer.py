@@ -113,6 +113,9 @@ def _retried(act: Callable[[], _T]) -> _T:
     return act()
 
 
+LATE_S = 6 * 3600
+"""What was put longer ago is put again when a manifest names it: `prune` removes payloads without one after a day."""
+
 LEASE_S = 120
 """Seconds for which the lease of a writer that died keeps others out."""
 

@@ -16,7 +16,7 @@ from deltasync.blocks import layout_runs
 from deltasync.codecs import planes
 from deltasync.errors import CorruptError, InvalidInputError, NotFoundError
 from deltasync.feed.fetch import fetch
-from deltasync.feed.writer import Writer, not_kept, probe_clock
+from deltasync.feed.writer import LATE_S, Writer, not_kept, probe_clock
 from deltasync.format import keys, limits
 from deltasync.format.companions import write_files
 from deltasync.format.digest import StateDigest, layout_digest
@@ -55,9 +55,6 @@ PUT_BYTES = 1 << 25
 
 RESUME_S = 3600
 """A shard that has been in the store for longer is put again: `prune` may be about to remove it."""
-
-LATE_S = 6 * 3600
-"""What was put longer ago is put again before it is committed, for the same reason: `prune` waits for a day."""
 
 _WORKERS_MAX = 8
 

@@ -158,6 +158,14 @@ MUTANTS = (
         killers=("tests/conformance/test_local.py::test_a_root_that_is_gone_is_not_made_again",),
     ),
     Mutant(
+        name="moved-folder-is-a-new-feed",
+        harm="A folder feed that is moved away while an object is written begins anew in its old place.",
+        path="src/deltasync/store/local.py",
+        old="            if self._root_inode not in (None, inode):\n",
+        new="            if False:\n",
+        killers=("tests/conformance/test_local.py::test_a_root_that_goes_during_a_write_is_not_made_again",),
+    ),
+    Mutant(
         name="token-in-repr",
         harm="Keys of the store appear in logs and tracebacks, wherever the account is printed.",
         path="src/deltasync/store/account.py",
@@ -339,6 +347,14 @@ MUTANTS = (
         old="    settled_unix_s = max(newest.modified_unix_s, young_unix_s)\n",
         new="    settled_unix_s = 0.0\n",
         killers=("tests/unit/test_feed_prune.py::test_old_versions_that_are_not_read_make_no_difference",),
+    ),
+    Mutant(
+        name="prune-leaves-out-a-base",
+        harm="`prune` refuses a long copy whose pinned versions are built on a base, which grows without end.",
+        path="src/deltasync/feed/survey.py",
+        old="manifest.parent is not None and manifest.parent <= version and",
+        new="manifest.parent == -1 and",
+        killers=("tests/unit/test_feed_prune.py::test_a_base_that_stored_changes_lead_from_is_read",),
     ),
     Mutant(
         name="prune-forgets-pins",

@@ -168,4 +168,12 @@ MUTANTS = (
         new="        return version is not None\n",
         killers=("tests/unit/test_trl.py::test_a_version_becomes_a_label_when_replicas_serve_it",),
     ),
+    Mutant(
+        name="device-copy-loses-changes",
+        harm="After a device ran out of memory, its copy of the shadow is partly old, and versions miss changes.",
+        path="src/deltasync/torch/device.py",
+        old="            for changes in self._missed[0]:\n",
+        new="            for changes in [*self._missed[0], self._missed[0].clear()][:-1]:\n",
+        killers=("tests/unit/test_torch_device.py::test_a_copy_that_could_not_be_updated_is_updated_later",),
+    ),
 )

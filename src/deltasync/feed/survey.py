@@ -221,7 +221,7 @@ def _may_be_stored(
 ) -> bool:
     """Whether something in the store may belong to `newest`, the manifest of a version, or to an older version.
 
-    That may be a change to a later version. It leads from an older one, perhaps a base, of which nothing is stored.
+    A stored change to a later version counts if it leads from one of these, which may be a base: a base stores nothing.
     The payloads of a version are put before its manifest: a later one that no manifest names is one of a publication in
     progress. In a copy of a feed the times may be others, so that only young payloads are taken for that: they stay.
     """

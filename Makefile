@@ -14,6 +14,9 @@ SOAK_MINUTES ?= 60
 SOAK_SEED ?= 0
 SEEDS ?= 0-1999
 
+# A process that imports torch or vLLM would compile thousands of modules again, at each of its many starts.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Many tests write small files and sync each of them to the disk. In shared memory, if it is large enough, that is quick.
 # Tests of what survives a power cut make disks of their own.
 TEST_TMP = $(shell [ "$$(df -m --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 4000 ] 2>/dev/null \

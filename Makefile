@@ -36,7 +36,7 @@ test: install
 
 # More workers than cores: a third of the time these tests wait for servers and clocks.
 test-e2e: $(VENV)/e2e.stamp $(VLLM_VENV)/install.stamp
-	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -n 3 --dist worksteal -m e2e
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -n 3 --dist worksteal --durations 40 -m e2e
 
 # The plugin with the oldest release of vLLM that it runs on. The other tests use the newest one.
 test-vllm-oldest: install $(VLLM_OLDEST_VENV)/install.stamp

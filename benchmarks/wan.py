@@ -172,7 +172,7 @@ def program(name: str, host: Host, *arguments: str | Path, environment: Mapping[
             yield Program(name, process)
             assert process.stdin is not None
             process.stdin.close()
-            process.wait(timeout=30)
+            process.wait(timeout=300)
         finally:
             process.kill()
 

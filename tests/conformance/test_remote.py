@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import obstore
 import pytest
-from support import servers
+from support import LONG_S, servers
 from support.servers import Proxy, proxied
 
 from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError, StoreError
@@ -151,7 +151,7 @@ def test_a_profile_is_enough(seaweed: servers.Server, tmp_path_factory: pytest.T
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env={**clean, "HOME": str(home), "AWS_PROFILE": "lab"}, capture_output=True,
-        text=True, timeout=60, check=False,
+        text=True, timeout=LONG_S, check=False,
     )  # fmt: skip
     assert done.stdout == "b'1'\n", done.stderr
 
@@ -265,7 +265,7 @@ print(os.waitstatus_to_exitcode(os.wait()[1]))
 def test_a_forked_process_gets_an_error_and_does_not_hang(store: Store, before: str, printed: str) -> None:
     store.put("key", b"1")
     code = [sys.executable, "-W", "ignore", "-c", FORK.format(url=store.url), before]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(code, capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.stdout == printed, done.stderr
 
 

@@ -29,7 +29,7 @@ def main(feed: str, pause_s: float, port: int) -> None:
     head = publisher.head
     step = 0 if head is None or head.step is None else head.step + 1
     while not stop.wait(pause_s):
-        publisher.publish(Weights.of(nth(step)), step=step).wait(60.0)
+        publisher.publish(Weights.of(nth(step)), step=step).wait(300)
         step += 1
     publisher.close()
 

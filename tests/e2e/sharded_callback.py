@@ -48,7 +48,7 @@ def main() -> None:
                 callback.on_step_end(None, state, control, model=model)
             whole = gathered(model)
             if dist.get_rank() == 0:
-                reference.publish(whole, step=step).wait(120)
+                reference.publish(whole, step=step).wait(300)
         callback.on_train_end(None, state, control, model=model)
     dist.destroy_process_group()
 

@@ -2,7 +2,8 @@
 
 The environment says which one, and how.
 
-Each rank writes what became of every step as a line of JSON. Nothing but the publisher talks to the other ranks.
+Each rank writes what became of every step as a line of JSON. From the first step on, nothing but the publisher talks to
+the other ranks.
 """
 
 import argparse
@@ -91,6 +92,9 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=60)
     options = parser.parse_args()
     dist.init_process_group("gloo")
+    # What is imported at the first use takes seconds, and longer on one rank than on another: before any rank waits.
+    weights(0)
+    dist.barrier()
     rank = dist.get_rank()
     is_victim = rank == options.victim
     failing = Failing(options.fault if is_victim else "none")

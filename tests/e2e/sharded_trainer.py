@@ -83,7 +83,7 @@ def main() -> None:
     tokens = torch.randint(0, VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(1))
     with (
         ShardedPublisher(
-            options.feed, dtype=torch.bfloat16, timeout_s=120, options=PublisherOptions(files={"config.json": b"{}"})
+            options.feed, dtype=torch.bfloat16, timeout_s=300, options=PublisherOptions(files={"config.json": b"{}"})
         ) as publisher,
         Publisher(options.reference, dtype=torch.bfloat16, options=PublisherOptions(wait=True)) as reference,
     ):
@@ -97,9 +97,9 @@ def main() -> None:
             # An anchor is written while the next versions come.
             done = publisher.publish(model, step=step, anchor=step == 1)
             if dist.get_rank() == 0:
-                reference.publish(whole, step=step).wait(120)
+                reference.publish(whole, step=step).wait(300)
             if step % 2:
-                done.wait(120)
+                done.wait(300)
     dist.destroy_process_group()
 
 

@@ -7,7 +7,6 @@ whole run on a folder is what `make demo` does.
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -281,14 +280,24 @@ def test_a_replica_that_never_starts(policy: Path, tmp_path: Path) -> None:
     assert deltasync.verify(deltasync.open_store(act.feed), deep=True).is_clean
 
 
+def put_a_file_in_its_place(folder: Path, away: Path) -> None:
+    """Move a folder away, and make a file of its name, also if a put in between makes the folder again."""
+    for number in range(1000):
+        folder.rename(away / f"away-{number}")
+        try:
+            return folder.touch(exist_ok=False)
+        except FileExistsError:
+            continue
+    raise AssertionError("the folder came back every time")
+
+
 def test_a_store_that_fails(policy: Path, tmp_path: Path) -> None:
     """The trainer stops instead of learning what no replica can get."""
     out = tmp_path / "run"
     payloads = out / "feeds" / "wordle" / "payloads"
     with demo(out, "--model", str(policy), "--steps", "1000", "--replicas", "1") as process:
         wait_for_version(out / "feeds" / "wordle", 1)
-        shutil.rmtree(payloads)
-        payloads.touch()
+        put_a_file_in_its_place(payloads, tmp_path)
         shown = fails(process, out, "trainer: cannot put payloads/", "something else has this name")
     assert "step 1," in shown
     assert "step 99," not in shown

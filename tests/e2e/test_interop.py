@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import LONG_S
 from support.helpers import State, changed, state, write_sharded
 
 import deltasync
@@ -99,6 +100,6 @@ def test_an_exporter_and_an_importer_follow_each_other(tmp_path: Path, checkpoin
     finally:
         for process in (exporter, importer):
             process.terminate()
-    assert [process.wait(30) for process in (exporter, importer)] == [0, 0]
+    assert [process.wait(LONG_S) for process in (exporter, importer)] == [0, 0]
     deltasync.restore(copy, tmp_path / "out")
     assert bits(tmp_path / "out") == bits(checkpoints[4])

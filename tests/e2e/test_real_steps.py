@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import repeats
+from support import LONG_S, repeats
 from support.servers import missing, seaweed
 
 from benchmarks.publish_real import TIED, real_steps
@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.soak]
 
 STEPS = repeats(12, soak=50)
 LAYERS = 3
-LONG_S = 120.0
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import LONG_S
 from support.hosts import Host, Programs, cut, hosts, link, programs
 from support.servers import missing
 from support.vllm import CORE, PYTHON, require_vllm
@@ -117,8 +118,8 @@ def test_a_run_over_separate_hosts(tmp_path: Path) -> None:
             "replica": {HTTP},
             "environment": set(),
         }
-        trained = started.await_event("trainer", "trained", within_s=300)
-        started.finish("environment", within_s=120)
+        trained = started.await_event("trainer", "trained", within_s=2 * LONG_S)
+        started.finish("environment", within_s=LONG_S)
         audited = audit(started, up)
         require_same_weights(audited, trained)
         require_true_labels(audited["samples"], started.events("trainer", "stepped"))
@@ -131,15 +132,15 @@ def start(started: Programs, up: dict[str, Host]) -> None:
     at_store = {**KEYS, **OFFLINE, "AWS_ENDPOINT_URL": f"http://{up['store'].address}:{S3}"}
     here = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{S3}"}
     started.start("store", up["store"], *script("store"), str(S3), "bucket", environment=here)
-    started.await_event("store", "ready", within_s=90)
+    started.await_event("store", "ready", within_s=LONG_S)
     learning = (*script("trainer"), FEED, SAMPLES, str(STEPS), str(AGE_MAX))
     started.start("trainer", up["trainer"], *learning, environment=at_store)
-    started.await_event("trainer", "published", within_s=120)
+    started.await_event("trainer", "published", within_s=LONG_S)
     serving = ("sh", "-c", SERVE, "sh", PYTHON, FEED, str(HTTP))
     started.start("replica", up["replica"], *serving, environment={**at_store, **VLLM, **TOKEN})
     playing = (*script("environment"), replica_url, FEED, SAMPLES)
     started.start("environment", up["environment"], *playing, environment=at_store)
-    started.await_event("environment", "played", within_s=300)
+    started.await_event("environment", "played", within_s=2 * LONG_S)
 
 
 def audit(started: Programs, up: dict[str, Host]) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def audit(started: Programs, up: dict[str, Host]) -> dict[str, Any]:
     at_store = {**KEYS, **OFFLINE, "AWS_ENDPOINT_URL": f"http://{up['store'].address}:{S3}"}
     looking = (*script("audit"), replica_url, FEED, SAMPLES)
     started.start("audit", up["environment"], *looking, environment={**at_store, **TOKEN})
-    return started.await_event("audit", "audited", within_s=180)
+    return started.await_event("audit", "audited", within_s=2 * LONG_S)
 
 
 def script(name: str) -> tuple[str, ...]:

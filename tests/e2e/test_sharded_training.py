@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import LONG_S
+from support.servers import free_port
 from transformers import AutoModelForCausalLM
 
 from deltasync.checkpoint import open_checkpoint
@@ -23,7 +24,7 @@ from deltasync.store.local import LocalStore
 pytestmark = pytest.mark.e2e
 
 HERE = Path(__file__).parent
-RUN_S = 300
+RUN_S = 2 * LONG_S
 """More than any run takes: a process that is still there hangs."""
 
 
@@ -140,9 +141,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
         out.mkdir()
         plain = {"feed": tmp_path / "feed", "out": out, "fault": fault, "victim": victim, "timeout-s": timeout_s}
         script = {**plain, **more}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         ranks = []
         for r in range(size):
             with (out / f"{r}.log").open("wb") as log:

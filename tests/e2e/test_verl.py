@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import LONG_S
 
 from deltasync.errors import InvalidInputError, NotFoundError
 from deltasync.feed.log import Log
@@ -68,7 +69,7 @@ def engines(feed: Path, actors: int, rollouts: int, **options: Any) -> tuple[lis
     from verl.utils.import_utils import import_external_libs
 
     import_external_libs("deltasync.verl")
-    options = {"feed": str(feed), "wait_s": 30.0, **options}
+    options = {"feed": str(feed), "wait_s": LONG_S, **options}
     made = [
         CheckpointEngineRegistry.new("deltasync", is_master=rank == 0, bucket_size=1 << 20, **options)
         for rank in range(actors)

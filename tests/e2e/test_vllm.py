@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import LONG_S
 from support.vllm import (
     PROMPTS,
     TOKEN,
@@ -291,7 +292,7 @@ def test_a_server_that_follows_a_feed_of_another_model_ends(tmp_path: Path) -> N
     ):
         server = start_vllm(feed.base, wrong.url, tmp_path / "refused")
         try:
-            assert server.process.wait(300) == 3, server.tail()
+            assert server.process.wait(2 * LONG_S) == 3, server.tail()
         finally:
             stop(server.process)
         log = server.log.read_text()
@@ -353,10 +354,7 @@ def _adapter(seed: int) -> dict[str, torch.Tensor]:
 
 
 def _wait_for_adapter(server: VllmServer, version: int) -> None:
-    deadline = time.monotonic() + 120
-    while server.control("status")["adapters"]["policy"]["version"] != version:
-        assert time.monotonic() < deadline, server.tail()
-        time.sleep(0.1)
+    server.wait_status(lambda status: status["adapters"]["policy"]["version"] == version)
 
 
 def _said(server: VllmServer, model: str) -> list[Any]:

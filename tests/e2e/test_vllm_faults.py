@@ -10,7 +10,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 import pytest
-from support import repeats
+from support import LONG_S, repeats
 from support.servers import proxied, seaweed
 from support.vllm import (
     PROMPTS,
@@ -89,15 +89,21 @@ def test_a_store_that_fails_is_outlived(tmp_path: Path) -> None:
             server.wait_version(feed.step())
             assert flipped
             assert server.control("status")["counts"]["refetched"] >= 1
+            # Until `release`, however long the server takes to answer below.
+            proxy.stall_s = 10 * LONG_S
             for how in ("stall", "503", "cut"):
                 proxy.spoil = lambda method, path, how=how: how
                 version = feed.step()
+                while not proxy.spoiled[how]:
+                    assert server.process.poll() is None, server.tail()
+                    time.sleep(0.05)
                 time.sleep(2.0)
                 assert server.complete(PROMPTS[0]).status == 200
                 assert versions_of(server.complete(PROMPTS[0])) == (str(version - 1), str(version - 1))
-                proxy.spoil = lambda method, path: ""
-                status = server.wait_version(version)
-                assert status["error"] is None
+                proxy.release()
+                server.wait_version(version)
+                # It is cleared when the poll has ended, which is a moment after the version is live.
+                server.wait_status(lambda status: status["error"] is None)
             assert server.control("scrub") == {"version": feed.version, "damaged": [], "unseen_elements": 0}
 
 
@@ -124,7 +130,8 @@ def ask(server: VllmServer) -> Response:
 
 
 def ask_until_killed(server: VllmServer, found: list[Response], *, after_s: float) -> None:
-    """Ask for completions, and kill the server in the middle of them."""
+    """Ask for completions, and kill the server in the middle of them, so long after the first one."""
+    found.append(ask(server))
     killer = threading.Timer(after_s, kill, [server.process])
     killer.start()
     try:

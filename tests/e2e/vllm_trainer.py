@@ -71,7 +71,7 @@ def main() -> None:
     # Servers that follow by themselves: nothing calls them.
     feed = f"{folder}/alone"
     sender, follower = Counted(model), Counted(model)
-    engines = [init(feed, sender, wait_s=60.0), init(f"{folder}/other", follower, rank=1)]
+    engines = [init(feed, sender, wait_s=300.0), init(f"{folder}/other", follower, rank=1)]
     for _ in range(2):
         for engine in engines:
             engine.send_weights()
@@ -101,11 +101,13 @@ def main() -> None:
     # Servers that are moved by the client.
     model.load_state_dict(AutoModelForCausalLM.from_pretrained(old, dtype=torch.bfloat16).state_dict())
     answers = [answer(url, new)]
-    moved = init(f"{folder}/moved", ModuleSource(model), HTTPVLLMWeightSyncClient(url), wait_s=60.0, moves_servers=True)
+    moved = init(
+        f"{folder}/moved", ModuleSource(model), HTTPVLLMWeightSyncClient(url), wait_s=300.0, moves_servers=True
+    )
     for state in (model.state_dict(), trained.state_dict()):
         model.load_state_dict(state)
         moved.send_weights()
-        requests.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
+        requests.post(f"{url}/reset_prefix_cache", timeout=300).raise_for_status()
         answers.append(answer(url, new))
     moved.shutdown()
     found["answers"] = answers
@@ -118,7 +120,7 @@ def torch_linear() -> ModuleSource:
 
 def answer(url: str, name: str) -> Any:
     body = {"model": name, "prompt": [5, 17, 99, 240, 33, 8], "max_tokens": 8, "temperature": 0, "logprobs": 3}
-    response = requests.post(f"{url}/v1/completions", json=body, timeout=120)
+    response = requests.post(f"{url}/v1/completions", json=body, timeout=300)
     response.raise_for_status()
     return response.json()["choices"][0]["logprobs"]["token_logprobs"]
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support import LONG_S
 from support.servers import missing
 
 FOLDER = Path(__file__).parent
-PATIENCE_S = 120.0
 
 
 class Publisher:
@@ -59,7 +59,7 @@ class Publisher:
 
     def _await(self, begin: str, count: int) -> str:
         """The line number `count` of those that begin so."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + LONG_S
         while time.monotonic() < deadline and "failed" not in self._lines() and self._process.poll() is None:
             found = [line for line in self._lines() if line == begin or (begin[-1] == " " and line.startswith(begin))]
             if len(found) >= count:

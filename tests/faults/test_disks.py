@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from known import head_of, manifests, nth, publish, require_clean, require_exact, require_whole
-from running import PATIENCE_S, mounted, run
+from running import mounted, run
 from safetensors.numpy import save_file
+from support import LONG_S
 from support.helpers import State
 
 import deltasync
@@ -99,7 +100,7 @@ def started(*arguments: str | Path) -> subprocess.Popen[str]:
 
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, err = process.communicate(timeout=PATIENCE_S)
+    _, err = process.communicate(timeout=LONG_S)
     return process.returncode, err
 
 
@@ -124,7 +125,7 @@ def test_a_disk_that_becomes_full_is_an_error_and_not_a_signal(command: str, tmp
             "mirror": ("follow", tmp_path / "feed", "--target", tmp_path / "x", "--mirror", disk / "out", "--once"),
         }[command]
         program = [sys.executable, "-c", UNCHECKED, *map(str, arguments)]
-        done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+        done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=LONG_S)
         assert done.returncode == 1, f"{done.returncode}: {done.stderr}"
         assert "there is not enough space: No space left on device" in done.stderr
         assert "free some space" in done.stderr

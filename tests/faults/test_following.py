@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import LONG_S
 from support.feeds import Feed, Gate, same_weights
-from support.replicas import LONG_S, Moves, TorchTarget, fetched, follower, following
+from support.replicas import Moves, TorchTarget, fetched, follower, following
 
 from deltasync import blocks
 from deltasync.checkpoint import open_checkpoint

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import LONG_S
 from support.feeds import NEVER
-from support.replicas import Moves, TorchTarget, follower, following
+from support.replicas import Moves, TorchTarget, follower, following, wait_until
 from training import Run
 
 from deltasync.feed.log import Log
@@ -33,7 +34,7 @@ def train(store: Store, folder: Path, *, policy: AnchorPolicy = NEVER) -> Counte
     with Publisher(counting, dtype=torch.bfloat16, options=PublisherOptions(anchors=policy)) as publisher:
         for _ in range(STEPS):
             training.train()
-            publisher.publish(training.model, step=training.step).wait(60)
+            publisher.publish(training.model, step=training.step).wait(LONG_S)
     return Counter(operation.verb for operation in counting.operations)
 
 
@@ -59,8 +60,8 @@ def test_eight_replicas_beside_a_trainer(is_local: bool, tmp_path: Path) -> None
         assert head.version == STEPS - 1
         for observer in moves:
             observer.await_version(head.version)
-        beats = {beat.replica for beat in Log(store).heartbeats()}
-        assert beats == {f"replica-{i}" for i in range(8)}
+        # A heartbeat is written after the observer is called.
+        wait_until(lambda: {beat.replica for beat in Log(store).heartbeats()} == {f"replica-{i}" for i in range(8)})
     assert not any(raised)
     assert beside == alone, "what the trainer does does not depend on who reads"
     wanted = load(Log(store), head)
@@ -101,7 +102,7 @@ def test_replicas_come_and_go_while_versions_are_anchored(tmp_path: Path) -> Non
     finally:
         is_over.set()
         for visitor in visitors:
-            visitor.join(60)
+            visitor.join(LONG_S)
     assert not wrong
     slept.advance(to=0)
     slept.advance()

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 from replica import run
-from support import repeats
+from support import LONG_S, repeats
 from support.feeds import Feed, same_weights
-from support.replicas import LONG_S
 
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import DeltasyncError
@@ -74,9 +73,12 @@ def test_a_replica_is_killed_again_and_again(is_mapped: bool, tmp_path: Path, mo
     watcher.start()
     try:
         for life in range(KILLS):
-            process = begin(None)
-            end_s = time.monotonic() + rng.uniform(0, LONGEST_LIFE_S)
+            process, seen, late_s = begin(None), len(watcher.seen), time.monotonic() + LONG_S
+            # At any time after its start, or after it has shown a version, however long that takes.
+            end_s = time.monotonic() + rng.uniform(0, LONGEST_LIFE_S) if life % 2 else late_s
             while time.monotonic() < end_s:
+                if end_s == late_s and len(watcher.seen) > seen:
+                    end_s = time.monotonic() + rng.uniform(0, LONGEST_LIFE_S)
                 feed.delta()
                 if len(feed.states) % 10 == 0:
                     feed.late_anchor(len(feed.states) - 1)

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.feeds import LONG_S, nth, publish, publisher, require_steps
+from support import LONG_S
+from support.feeds import nth, publish, publisher, require_steps
 from support.helpers import write_sharded
 
 from deltasync.errors import StoreError

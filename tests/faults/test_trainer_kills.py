@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support import repeats
+from support import LONG_S, repeats
 from training import CHECKPOINT_STEPS, Run, hashes, run
 
 from deltasync.feed.log import Log
@@ -48,16 +48,21 @@ def test_a_trainer_is_killed_again_and_again(tmp_path: Path, monkeypatch: pytest
         has_begun = context.Event()
         process = context.Process(target=run, args=(str(tmp_path), store.url, stop, is_mapped, has_begun))
         process.start()
-        assert has_begun.wait(60)
+        assert has_begun.wait(LONG_S)
         return process
 
-    begin(1, is_mapped=False).join(60)
+    begin(1, is_mapped=False).join(LONG_S)
     heads = [log.require_head().version]
     for life in range(KILLS):
         process = begin(1 << 30, is_mapped=life % 3 > 0)
+        if life % 2 == 0:
+            # At any time after it has published something, however long that takes; the others after their start.
+            late_s = time.monotonic() + LONG_S
+            while log.require_head().version == heads[-1] and time.monotonic() < late_s:
+                time.sleep(0.01)
         time.sleep(rng.uniform(0, LONGEST_LIFE_S))
         process.kill()
-        process.join(60)
+        process.join(LONG_S)
         assert process.exitcode == -9, "it ended by itself"
         heads.append(log.require_head().version)
     assert sum(a < b for a, b in pairwise(heads)) > KILLS // 4, "most lives were too short to publish anything"
@@ -66,7 +71,7 @@ def test_a_trainer_is_killed_again_and_again(tmp_path: Path, monkeypatch: pytest
     resumed.load()
     last = max(resumed.step, log.require_head().step or 0)
     process = begin(last + MORE_STEPS, is_mapped=True)
-    process.join(120)
+    process.join(LONG_S)
     assert process.exitcode == 0
 
     found = verify(store, deep=True)

@@ -25,6 +25,7 @@ from known import (
     require_whole,
 )
 from racer import Tally, content, race
+from support import LONG_S
 from support.helpers import State
 
 from deltasync.errors import ConflictError, StoreError
@@ -113,7 +114,7 @@ def test_whole_publications_race() -> None:
     def run(number: int) -> int:
         conflicts = 0
         for i in range(8):
-            barrier.wait(timeout=60)
+            barrier.wait(timeout=LONG_S)
             n = 1 + 8 * number + i
             while True:
                 try:

@@ -84,7 +84,8 @@ class Sandbox:
         self._runner = subprocess.Popen(
             [str(self._python), "-m", "mutants.runner"],
             cwd=self._tree,
-            env={**others, "PYTHONPATH": str(self._tree / "tests")},
+            # A mutant that lets a test wait in vain is killed sooner.
+            env={**others, "PYTHONPATH": str(self._tree / "tests"), "DELTASYNC_TEST_LONG_S": "60"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -2,6 +2,9 @@
 
 import os
 
+LONG_S = float(os.environ.get("DELTASYNC_TEST_LONG_S", "300"))
+"""What takes so long has failed. It is generous: in CI more processes run at once than there are cores."""
+
 IS_SOAK = os.environ.get("DELTASYNC_SOAK", "") not in ("", "0")
 
 

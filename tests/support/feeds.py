@@ -31,6 +31,7 @@ from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.version import put_anchor
 
+from . import LONG_S
 from .helpers import State, changed, sha256, state
 
 LAYOUT_SHA256 = "ab" * 32
@@ -183,8 +184,13 @@ class Feed:
         return [keys.payload_key(ref.sha256) for ref in manifest.payloads]
 
     def _commit(self, manifest: Manifest, weights: Weights) -> Manifest:
-        self.writer.commit(manifest)
+        # First: another thread may see the version as soon as it is committed.
         self.states.append(weights)
+        try:
+            self.writer.commit(manifest)
+        except BaseException:
+            self.states.pop()
+            raise
         self.head = manifest
         return manifest
 
@@ -292,8 +298,6 @@ class WatchedStore(WrapperStore):
 
 
 NEVER = AnchorPolicy(bytes_ratio=None, versions=None)
-LONG_S = 60.0
-"""A test that waits for so long has failed."""
 HARD = Fault("refuse", transient=False)
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import pytest
 
+from . import LONG_S
 from .servers import missing
 
 Reach = Literal["connected", "refused", "no route"]
@@ -23,7 +24,6 @@ Reach = Literal["connected", "refused", "no route"]
 
 _TOOLS = {"ip": "iproute2", "mount": "mount", "nsenter": "util-linux", "unshare": "util-linux"}
 _KINDS = ("--net", "--mount", "--ipc", "--pid")
-_WITHIN_S = 60.0
 
 _BOOT = 'mount -t tmpfs none "$1" && mount -t tmpfs none /dev/shm && ip link set lo up && echo up && exec cat'
 """Ends with the pipe that is its stdin, and that the tests hold open as long as they live."""
@@ -31,7 +31,7 @@ _BOOT = 'mount -t tmpfs none "$1" && mount -t tmpfs none /dev/shm && ip link set
 _CONNECT = """
 import errno, socket, sys
 try:
-    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5).close()
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=60).close()
     print("connected")
 except ConnectionRefusedError:
     print("refused")
@@ -70,7 +70,7 @@ class Host:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_WITHIN_S,
+            timeout=LONG_S,
             check=False,
         )
         assert done.returncode == 0, f"{self.name}: {command} ended with {done.returncode}: {done.stderr[-2000:]}"
@@ -104,7 +104,7 @@ def hosts(*names: str) -> Iterator[dict[str, Host]]:
 def link(a: Host, b: Host) -> None:
     """A cable between two hosts. Each end has the name of the other host, and leads to that host alone."""
     ends = [("name", there.name, "netns", str(here.holder.pid)) for here, there in ((a, b), (b, a))]
-    subprocess.run(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True, timeout=_WITHIN_S)
+    subprocess.run(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True, timeout=LONG_S)
     for here, there in ((a, b), (b, a)):
         here.run("ip", "addr", "add", here.address, "peer", there.address, "dev", there.name)
         here.run("ip", "link", "set", "dev", there.name, "up")

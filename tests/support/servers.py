@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import http.client
 import http.server
+import itertools
 import json
 import os
 import random
@@ -35,8 +36,9 @@ from typing import Any, NoReturn
 
 import pytest
 
+from . import LONG_S
+
 AZURITE_VERSION = "3.35.0"
-READY_WITHIN_S = 90.0
 
 ADMIN_KEY, ADMIN_SECRET = "test-admin", "admin-secret-0123456789"
 READER_KEY, READER_SECRET = "test-reader", "reader-secret-0123456789"
@@ -152,12 +154,22 @@ def missing(why: str) -> NoReturn:
 
 
 def free_port(*, companion: int = 0) -> int:
-    """A port that is free, and so is the one `companion` above it. Below the range of outgoing ports."""
-    for _ in range(200):
-        port = random.randrange(12_000, 22_000)
-        if _is_free(port) and (companion == 0 or _is_free(port + companion)):
-            return port
-    raise RuntimeError("no free port")
+    """A port that is free, and so is the one `companion` above it. Below the range of outgoing ports.
+
+    What asks for it listens later. Until then no other call gives the same one, and neither do other test workers.
+    """
+    return next(port for port in _PORTS if _is_free(port) and (companion == 0 or _is_free(port + companion)))
+
+
+def _own_ports() -> Iterator[int]:
+    """The ports of this test worker, again and again. Its child processes have the same ones, in another order."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    width = 10_000 // max(worker + 1, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    first = random.Random().randrange(width)
+    return (12_000 + width * worker + (first + n) % width for n in itertools.count())
+
+
+_PORTS = _own_ports()
 
 
 def _is_free(port: int) -> bool:
@@ -250,7 +262,7 @@ def _running(
 
 
 def _await_ready(server: Server, is_ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + READY_WITHIN_S
+    deadline = time.monotonic() + LONG_S
     while not is_ready():
         if server.process.poll() is not None or time.monotonic() > deadline:
             end = server.log.read_bytes()[-2000:].decode(errors="replace")
@@ -334,6 +346,8 @@ class Proxy:
 
             def forward(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                # Taken before the choice, so that a release after it also frees this answer.
+                released = proxy._released
                 how = proxy.lose.pop(0) if proxy.lose else proxy.spoil(self.command, self.path)
                 if how in ("refuse", "drop"):
                     proxy.count(how)
@@ -356,6 +370,9 @@ class Proxy:
                 proxy.seen.append(self.command)
                 with proxy._counting:
                     proxy.sent_bytes += len(content)
+                if how == "stall":
+                    proxy.count(how)
+                    released.wait(proxy.stall_s)
                 self.reply(answer, content, how)
 
             def refuse(self, *, with_answer: bool) -> None:
@@ -367,10 +384,8 @@ class Proxy:
                     self.close_connection = True
 
             def reply(self, answer: http.client.HTTPResponse, content: bytes, how: str) -> None:
-                if how and not (how == "flip" and not content):
+                if how not in ("", "stall") and not (how == "flip" and not content):
                     proxy.count(how)
-                if how == "stall":
-                    proxy._released.wait(proxy.stall_s)
                 if how == "flip" and content:
                     # Any place, but the same one for the same object.
                     chosen = zlib.crc32(self.path.encode())

@@ -7,7 +7,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from deltasync.store import open_store
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.publisher import PublisherOptions
 
+from . import LONG_S
 from .servers import Server, free_port, missing
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ TOKEN = "a token for tests"
 CORE = str(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % (os.cpu_count() or 1))
 """What a server computes on: tests that run side by side take a core each."""
 
-_UP_WITHIN_S = 600.0
+_UP_WITHIN_S = 2 * LONG_S
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": CORE,
@@ -78,7 +79,7 @@ class VllmServer:
         body: Any = None,
         *,
         token: str | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float = LONG_S,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
         """A GET, or a POST where there is a body."""
@@ -103,7 +104,7 @@ class VllmServer:
         self,
         prompt: Sequence[int] | Sequence[Sequence[int]],
         *,
-        timeout_s: float = 120.0,
+        timeout_s: float = LONG_S,
         headers: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Response:
@@ -125,31 +126,35 @@ class VllmServer:
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=120) as lines:
+        with urllib.request.urlopen(request, timeout=LONG_S) as lines:
             yield (line.decode().rstrip("\n") for line in lines)
 
     def metric(self, name: str) -> float:
         """The value of a metric of vLLM's, over all of its labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=LONG_S) as answer:
             lines = [line.decode() for line in answer]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
-    def wait_version(self, version: int, *, within_s: float = 120.0) -> dict[str, Any]:
-        """The status once this version, or a later one, is live."""
-        deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline:
-            status: dict[str, Any] = self.control("status")
-            if status["version"] is not None and status["version"] >= version:
-                return status
+    def wait_status(self, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The status once it is as wanted. Other threads of the server change it at any time."""
+        deadline = time.monotonic() + LONG_S
+        while not is_so(status := self.control("status")):
+            assert time.monotonic() < deadline, f"{status}\n{self.tail()}"
             time.sleep(0.05)
-        raise AssertionError(f"version {version} did not get live: {self.control('status')}\n{self.tail()}")
+        return status
 
-    def wait_ready(self, *, within_s: float = 60.0) -> None:
-        """Wait until the server says that it is ready: the poll that confirms a version ends after it is live."""
-        deadline = time.monotonic() + within_s
+    def wait_version(self, version: int) -> dict[str, Any]:
+        """The status once this version, or a later one, is live."""
+        return self.wait_status(lambda status: status["version"] is not None and status["version"] >= version)
+
+    def wait_ready(self) -> dict[str, Any]:
+        """The status once the server is ready: the poll that confirms a version ends after it is live."""
+        deadline = time.monotonic() + LONG_S
         while (answer := self.request("/deltasync/ready")).status != 200:
-            assert time.monotonic() < deadline, f"{answer}: {self.control('status')}"
+            assert time.monotonic() < deadline, f"{answer}: {self.control('status')}\n{self.tail()}"
             time.sleep(0.05)
+        status: dict[str, Any] = self.control("status")
+        return status
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.feeds import LONG_S, NEVER
+from support import LONG_S
+from support.feeds import NEVER
 
 import deltasync
 from deltasync import BaseRef, Follower, InvalidInputError, PublisherOptions, open_store, publish, set_threads

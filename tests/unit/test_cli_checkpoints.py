@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import LONG_S
 from support.helpers import changed, safetensors_bytes, state, write_sharded
 
 import deltasync
@@ -488,7 +489,7 @@ def test_an_interrupt_leaves_nothing(place: Path) -> None:
     script = (
         "import sys, time\n"
         "from deltasync import blocks\n"
-        "blocks.decode_into = lambda *a, **k: (print('filling', flush=True), time.sleep(60))\n"
+        "blocks.decode_into = lambda *a, **k: (print('filling', flush=True), time.sleep(600))\n"
         "from deltasync.cli.main import main\n"
         "sys.exit(main(['apply', 'old', 'd', '-o', 'out']))\n"
     )
@@ -500,7 +501,7 @@ def test_an_interrupt_leaves_nothing(place: Path) -> None:
         assert names(place) != before, "the temporary folder is there"
         time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=LONG_S)
     assert (process.returncode, err) == (130, "error: interrupted\n")
     assert names(place) == before
 

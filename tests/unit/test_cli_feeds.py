@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.feeds import LONG_S, paper, publish, publisher
+from support import LONG_S
+from support.feeds import paper, publish, publisher
 from support.helpers import changed, state, write_sharded
 from support.replicas import wait_until
 
@@ -678,7 +679,7 @@ def test_compact_follows_until_it_is_stopped(place: Path) -> None:
         found.append(json.loads(process.stdout.readline())["version"])
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read() == ""
-        assert process.wait(60) == 0
+        assert process.wait(LONG_S) == 0
     assert found == [2, 4, 6]
 
 
@@ -740,7 +741,7 @@ def test_prune_follows_a_feed(place: Path, capsys: Out) -> None:
         assert second.keys() == {"time_unix_s", "deleted_objects", "payload_bytes", "floor", "held_by", "pinned"}
         assert (second["floor"], second["deleted_objects"] > 0) == (5, True)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(LONG_S) == 0
     capsys.readouterr()
     assert run("verify", "feed", "--deep") == 0
 
@@ -788,7 +789,7 @@ def test_relay_follows_and_goes_on_after_a_kill(place: Path, capsys: Out) -> Non
                 while json.loads(process.stdout.readline()).get("version") != 5:
                     pass
             process.send_signal(signal_number)
-            assert process.wait(60) == code
+            assert process.wait(LONG_S) == code
     capsys.readouterr()
     assert run("verify", "copy", "--deep") == 0
     assert run("show", "copy", "--json") == 0
@@ -807,7 +808,7 @@ FOLLOWS = {
 
 
 def ask(address: str, path: str, token: str | None = None) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(address, timeout=60)
+    connection = http.client.HTTPConnection(address, timeout=LONG_S)
     try:
         connection.request("GET", path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
         answer = connection.getresponse()
@@ -835,7 +836,7 @@ def test_what_follows_a_feed_listens(place: Path, role: str, version: int) -> No
             assert found[f"deltasync_{role}_version"] == version
             assert found[f"deltasync_{role}_failing"] == 0
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(LONG_S) == 0
         finally:
             process.kill()
 

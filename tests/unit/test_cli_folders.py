@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import LONG_S
 from support.helpers import changed, state, write_sharded
 
 import deltasync
@@ -98,6 +99,6 @@ def test_a_watch_goes_on_until_a_signal(place: Path) -> None:
         write_sharded(place / "step_10", changed(state(), seed=9))
         assert json.loads(process.stdout.readline())["step"] == 10
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(LONG_S) == 0
     deltasync.restore("watched", "out")
     assert deltasync.digest("out") == deltasync.digest("step_10")

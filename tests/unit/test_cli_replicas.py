@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import LONG_S
 from support.helpers import changed, state, write_sharded
 from support.replicas import wait_until
 
@@ -35,7 +36,6 @@ from deltasync.vllm.settings import Settings
 
 Out = pytest.CaptureFixture[str]
 
-LONG_S = 60.0
 PHASES = {"plan", "fetch", "decode", "stage", "commit", "pause"}
 
 

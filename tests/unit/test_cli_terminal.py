@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import LONG_S
 from support.helpers import changed, state, write_sharded
 
 import deltasync
@@ -161,7 +162,7 @@ def terminal(columns: int) -> Iterator[tuple[int, Callable[[], str]]]:
 
     def finish() -> str:
         os.close(theirs)
-        reader.join(60)
+        reader.join(LONG_S)
         return b"".join(received).decode().replace("\r\n", "\n")
 
     try:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.feeds import LONG_S, Feed, SpyStore, paper, publish, publisher, require_steps
+from support import LONG_S
+from support.feeds import Feed, SpyStore, paper, publish, publisher, require_steps
 from support.replicas import TorchTarget, follower
 
 from deltasync.errors import InvalidInputError, StoreError

@@ -6,6 +6,7 @@ import weakref
 
 import numpy as np
 import pytest
+from support import LONG_S
 
 native = pytest.importorskip("deltasync.kernels.native", exc_type=ImportError)
 
@@ -110,7 +111,7 @@ def test_kernels_with_other_constants_do_not_load() -> None:
     program = (
         "from deltasync.kernels import _native, available; _native.CONSTANTS['classes_max'] = 15; print(available())"
     )
-    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, timeout=LONG_S, check=False)
     assert done.returncode != 0
     assert "classes_max is 15 and must be 16" in done.stderr
     assert "Reinstall deltasync" in done.stderr

@@ -13,6 +13,7 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from support import LONG_S
 from support.feeds import SpyStore, nth, publish, publisher
 from support.replicas import TorchTarget, follower, wait_until
 
@@ -43,7 +44,7 @@ def scrape() -> str:
     retention = Retention(anchors=1, versions=100, every_s=0.01)
     trainer = publisher(store, observer=with_metrics, retention=retention)
     for number in range(3):
-        publish(trainer, number).wait(60)
+        publish(trainer, number).wait(LONG_S)
     wait_until(lambda: has_sample(registry, "deltasync_pruner_runs_total"))
     trainer.close()
     compactor = Compactor(store, levels=(2,))
@@ -202,7 +203,7 @@ def test_failed_publications_are_counted() -> None:
 
     trainer = publisher(Away(), observer=PublisherMetrics(registry=registry), retry_s=0.01)
     with pytest.raises(StoreError):
-        publish(trainer, 0).wait(60)
+        publish(trainer, 0).wait(LONG_S)
     trainer.close()
     assert value(generate_latest(registry).decode(), "deltasync_publisher_failures_total") == 1
 
@@ -211,7 +212,7 @@ def test_a_publisher_that_writes_skips_has_the_metrics_of_a_compactor() -> None:
     registry = CollectorRegistry()
     trainer = publisher(SpyStore(), observer=PublisherMetrics(registry=registry), skips=(2,))
     for number in range(3):
-        publish(trainer, number).wait(60)
+        publish(trainer, number).wait(LONG_S)
     wait_until(lambda: has_sample(registry, "deltasync_compactor_skips_total"))
     trainer.close()
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.feeds import LONG_S, NEVER, Gate
+from support import LONG_S
+from support.feeds import NEVER, Gate
 
 from deltasync.errors import InvalidInputError
 from deltasync.feed.log import Log

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from support import LONG_S
 from support.feeds import Feed, flip, holds, nth, publish, publisher
 from support.replicas import TorchTarget, follower
 
@@ -27,7 +28,7 @@ def trained(store: Store, steps: range) -> None:
     """A trainer on a host without any file of an earlier one."""
     trainer = publisher(store)
     for number in steps:
-        publish(trainer, number, anchor=number % 4 == 0).wait(60)
+        publish(trainer, number, anchor=number % 4 == 0).wait(LONG_S)
     trainer.close()
 
 
@@ -114,10 +115,10 @@ def test_lost_versions_end_with_the_next_anchor() -> None:
     source, target = MemoryStore(), TorchTarget(LAYOUT)
     trainer = publisher(source)
     for number in range(3):
-        publish(trainer, number).wait(60)
+        publish(trainer, number).wait(LONG_S)
     source.delete(keys.payload_key(Log(source).read(2).payloads[0].sha256))
     assert verify(source).lost == (2,)
-    publish(trainer, 3, anchor=True).wait(60)
+    publish(trainer, 3, anchor=True).wait(LONG_S)
     trainer.close()
     assert verify(source, deep=True).lost == (2,)
     with follower(source, target) as replica:

@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
+from support import LONG_S
 from support.feeds import Feed
-from support.replicas import LONG_S, TorchTarget, follower, wait_until
+from support.replicas import TorchTarget, follower, wait_until
 
 from deltasync import Gate, InvalidInputError, MismatchError
 from deltasync.torch import ModuleTarget

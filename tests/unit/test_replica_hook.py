@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support import LONG_S
 from support.feeds import Feed
 
 from deltasync.errors import InvalidInputError
@@ -16,7 +17,6 @@ from deltasync.replica.folder import FolderTarget
 from deltasync.replica.follower import Follower
 from deltasync.replica.hook import Hook, HookStatus
 
-LONG_S = 60.0
 NOTE = "import json, sys; open(sys.argv[1], 'a').write(json.dumps(sys.argv[2:]) + chr(10))"
 """Writes its arguments to the file that the first one names."""
 

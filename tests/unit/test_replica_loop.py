@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import LONG_S
 from support.feeds import Feed
 from support.helpers import state
 from support.replicas import (
-    LONG_S,
     Moves,
     TorchTarget,
     fetched,

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.feeds import LONG_S, Feed, same_weights
+from support import LONG_S
+from support.feeds import Feed, same_weights
 from support.replicas import TorchTarget, follower, long_feed
 
 from deltasync import blocks

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support import LONG_S
 from support.feeds import Feed, SpyStore
 from support.helpers import state, write_sharded
 
@@ -79,7 +80,7 @@ def test_others_wait_for_the_process_that_fills_it(path: Path, caplog: pytest.Lo
                 is_waiting.wait(0.01)
             assert not filled.done()
             assert not path.exists()
-        assert filled.result(60) == 1
+        assert filled.result(LONG_S) == 1
     assert holds(path, feed, 1)
 
 

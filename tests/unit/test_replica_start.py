@@ -3,8 +3,9 @@
 import threading
 
 import pytest
+from support import LONG_S
 from support.feeds import Feed
-from support.replicas import LONG_S, TorchTarget, follower, long_feed, quick, small_step, target_for, wait_until
+from support.replicas import TorchTarget, follower, long_feed, quick, small_step, target_for, wait_until
 
 from deltasync.errors import InvalidInputError, MismatchError, StoreError
 from deltasync.format.layout import Layout

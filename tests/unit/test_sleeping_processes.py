@@ -5,7 +5,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.feeds import LONG_S, Feed, SpyStore, publish, publisher
+from support import LONG_S
+from support.feeds import Feed, SpyStore, publish, publisher
 from support.helpers import state
 
 from deltasync.blocks import encode_changes

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.feeds import LONG_S, NEVER
+from support import LONG_S
+from support.feeds import NEVER
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.feeds import LONG_S, NEVER, Gate, Notes, holds
+from support import LONG_S
+from support.feeds import NEVER, Gate, Notes, holds
 from torch import nn
 
 from deltasync.errors import ConflictError, InvalidInputError

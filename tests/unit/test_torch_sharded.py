@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support import LONG_S
 from support.feeds import NEVER
 from support.helpers import BF16, changed
 from torch.distributed.device_mesh import init_device_mesh
@@ -222,7 +223,7 @@ class Table:
     """A group of threads: each gives its part, the first one decides, all take the result."""
 
     def __init__(self, size: int) -> None:
-        self._meet = threading.Barrier(size, timeout=60)
+        self._meet = threading.Barrier(size, timeout=LONG_S)
         self._given: list[Any] = [None] * size
         self._result: Any = None
 
@@ -237,7 +238,7 @@ class Seat:
 
     @contextmanager
     def report_errors(self) -> Iterator[None]:
-        assert self._after is None or self._after.wait(60)
+        assert self._after is None or self._after.wait(LONG_S)
         yield
 
     def agree(self, about: str, mine: T, decide: Callable[[Sequence[T]], R]) -> R:

@@ -8,6 +8,7 @@ import opentelemetry.trace
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from support import LONG_S
 from support.feeds import SpyStore, nth, publish, publisher
 from support.replicas import TorchTarget, follower
 
@@ -43,7 +44,7 @@ def run(store: SpyStore) -> None:
     """Two versions, and two replicas that take them."""
     trainer = publisher(store)
     for number in range(2):
-        publish(trainer, number).wait(60)
+        publish(trainer, number).wait(LONG_S)
     trainer.close()
     for name in ("one", "two"):
         with follower(store, TorchTarget(Weights.of(nth(0)).layout), replica=name) as replica:

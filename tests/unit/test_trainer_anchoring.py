@@ -3,7 +3,8 @@
 import logging
 
 import pytest
-from support.feeds import HARD, LONG_S, Gate, Notes, Outage, begun, holds, nth, publish, publisher, require_steps
+from support import LONG_S
+from support.feeds import HARD, Gate, Notes, Outage, begun, holds, nth, publish, publisher, require_steps
 
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan

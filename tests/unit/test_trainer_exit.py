@@ -7,7 +7,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-from support.feeds import LONG_S, begun, publish, require_steps
+from support import LONG_S
+from support.feeds import begun, publish, require_steps
 
 from deltasync.parallel import Pool
 from deltasync.store.local import LocalStore

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.feeds import HARD, LONG_S, Gate, Notes, Outage, begun, holds, nth, publish, publisher, require_steps
+from support import LONG_S
+from support.feeds import HARD, Gate, Notes, Outage, begun, holds, nth, publish, publisher, require_steps
 from support.helpers import State
 
 from deltasync.errors import ConflictError, InvalidInputError, StoreError

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.feeds import LONG_S, SpyStore, nth, publish, publisher, require_steps
+from support import LONG_S
+from support.feeds import SpyStore, nth, publish, publisher, require_steps
 from support.helpers import State, state, write_sharded
 
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError, StoreError
@@ -387,7 +388,8 @@ def test_publications_start_no_threads_of_their_own() -> None:
         for step in range(4, 12):
             publish(to, step).wait(LONG_S)
     assert started == []
-    assert {thread.ident for thread in threading.enumerate()} == before
+    # Threads of other tests may end meanwhile.
+    assert {thread.ident for thread in threading.enumerate()} <= before
     to.close()
 
 

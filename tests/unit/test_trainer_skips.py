@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from support.feeds import LONG_S, Gate, Outage, begun, publish, publisher, require_steps
+from support import LONG_S
+from support.feeds import Gate, Outage, begun, publish, publisher, require_steps
 
 from deltasync.errors import InvalidInputError
 from deltasync.feed.compact import Compactor

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.feeds import LONG_S, Feed, SpyStore, same_weights
+from support import LONG_S
+from support.feeds import Feed, SpyStore, same_weights
 from support.helpers import changed, state
 
 from deltasync import blocks

@@ -3,7 +3,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.feeds import LONG_S
+from support import LONG_S
 from support.helpers import State, changed, same_bits, state, write_sharded
 from test_interop_folders import restored
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import LONG_S
 
 import deltasync.trl as module
 from deltasync.errors import InvalidInputError, MismatchError, StoreError
@@ -23,7 +24,6 @@ from deltasync.trainer.publisher import PublisherOptions
 from deltasync.trl import DeltasyncTransfer, wait_for_replicas
 
 FAR_AWAY_S = 1 << 62
-GIVE_UP_S = 30
 
 
 class WatchedStore(MemoryStore):
@@ -47,7 +47,7 @@ class WatchedStore(MemoryStore):
 
     def create(self, key: str, data: Data) -> bool:
         if keys.parse_version_key(key) is not None:
-            assert self.may_commit.wait(GIVE_UP_S)
+            assert self.may_commit.wait(LONG_S)
         if self.is_full and keys.parse_version_key(key) not in (None, 0):
             self.has_refused.set()
             raise StoreError("the disk is full", transient=False)
@@ -71,7 +71,7 @@ class Worker:
 
     def wait_for(self, label: int) -> None:
         with self._told:
-            assert self._told.wait_for(lambda: label in self.labels, GIVE_UP_S), self.labels
+            assert self._told.wait_for(lambda: label in self.labels, LONG_S), self.labels
 
 
 class Trainer:
@@ -263,7 +263,7 @@ def test_what_failed_to_arrive_comes_with_the_next_and_so_does_its_label(store: 
     trainer.step()
     store.is_full = True
     trainer.step()
-    assert store.has_refused.wait(GIVE_UP_S)
+    assert store.has_refused.wait(LONG_S)
     store.is_full = False
     for _ in range(3):
         trainer.step()
@@ -329,7 +329,7 @@ def test_a_version_becomes_a_label_when_replicas_serve_it(store: WatchedStore) -
     store.beat(1, "b")
     worker.wait_for(1)
     for _ in range(4):
-        assert looks.acquire(timeout=GIVE_UP_S)
+        assert looks.acquire(timeout=LONG_S)
     assert worker.labels == [1]
     store.beat(1, "a")
     worker.wait_for(2)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import LONG_S
 from support.feeds import Feed
 from support.replicas import wait_until
 
@@ -285,7 +286,7 @@ def test_watch_prints_what_changes_until_a_signal(place: Path) -> None:
         events = [json.loads(process.stdout.readline()) for _ in range(3)]
         assert {e["event"] for e in events} >= {"head", "replica"}
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(LONG_S) == 0
 
 
 def test_ui_serves_until_a_signal(place: Path) -> None:
@@ -297,7 +298,7 @@ def test_ui_serves_until_a_signal(place: Path) -> None:
         assert b"deltasync" in connection.getresponse().read()
         connection.close()
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(LONG_S) == 0
 
 
 def test_ui_refuses_to_listen_for_all_without_a_token(place: Path, capsys: Out) -> None:

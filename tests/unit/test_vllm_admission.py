@@ -209,10 +209,13 @@ def test_many_requests_wait_at_once() -> None:
 
     async def run() -> list[bool]:
         waits = [asyncio.create_task(wait_for_version(version)) for version in (1, 2) * 50]
-        for label in ("1", "2"):
-            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)
+        for label, woken in (("1", waits[::2]), ("2", waits[1::2])):
+            assert not any(wait.done() for wait in woken)
             labels.current = label
             await labels.end_switch()
+            # Before the next switch: a version that is live for a moment only is missed.
+            await asyncio.wait(woken)
         return await asyncio.gather(*waits)
 
     assert asyncio.run(run()) == [True] * 100

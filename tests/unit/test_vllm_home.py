@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import LONG_S
 from support.feeds import Feed
 from support.helpers import state, write_sharded
 from support.replicas import wait_until
@@ -211,7 +212,7 @@ def test_the_server_gets_the_model_and_its_weights(place: Path) -> None:
         wait_until(lambda: mirror.exists() and digest(open_checkpoint(mirror).weights) == wanted)
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(60) == 0
+        assert process.wait(LONG_S) == 0
         wait_until(lambda: not model.parent.exists())
 
 
@@ -224,7 +225,7 @@ def test_a_server_that_is_killed_leaves_nothing(place: Path, number: signal.Sign
         assert options["--served-model-name"] == "policy"
         # All of its group, as a terminal or a supervisor does it.
         os.killpg(process.pid, number)
-        process.wait(60)
+        process.wait(LONG_S)
         wait_until(lambda: not home.exists())
 
 
@@ -237,6 +238,6 @@ def test_a_mirror_of_the_user_stays(place: Path) -> None:
         wait_until(lambda: mirror.exists() and digest(open_checkpoint(mirror).weights) == wanted)
         home = Path(options["--model"]).parent
         process.kill()
-        process.wait(60)
+        process.wait(LONG_S)
         wait_until(lambda: not home.exists())
     assert digest(open_checkpoint(mirror).weights) == wanted

@@ -136,7 +136,7 @@ def _drain(llm: Any) -> None:
     """Read the answers of the other ranks: vLLM stops reading at the first one that has failed."""
     executor = llm.llm_engine.model_executor
     for queue in getattr(executor, "response_mqs", ())[1:]:
-        queue.dequeue(timeout=60)
+        queue.dequeue(timeout=300)
 
 
 # What follows runs in the workers, by `collective_rpc`.

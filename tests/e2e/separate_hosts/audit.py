@@ -26,7 +26,7 @@ from deltasync.store import open_store
 from deltasync.store.protocol import Store
 
 _TEXTS = 8
-_WITHIN_S = 60.0
+_WITHIN_S = 300.0
 _LOOK_S = 0.1
 
 
@@ -54,11 +54,11 @@ def main(replica: str, feed: str, samples: str, orders: Orders) -> None:
 
 
 def _status_at(client: Client, version: int) -> dict[str, object]:
-    """The status of the replica once it has a version; EngineError if it does not come to it."""
+    """The status of the replica once it has a version and no error; EngineError if it does not come to that."""
     deadline = time.monotonic() + _WITHIN_S
     while True:
         status: dict[str, object] = client.control("status")
-        if status["version"] == version:
+        if status["version"] == version and status["error"] is None:
             return status
         if time.monotonic() > deadline:
             raise EngineError(

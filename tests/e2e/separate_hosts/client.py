@@ -17,9 +17,9 @@ from deltasync.errors import EngineError
 
 MODEL = "policy"
 
-_UP_WITHIN_S = 300.0
+_UP_WITHIN_S = 600.0
 _LOOK_S = 0.2
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +44,7 @@ class Client:
         while time.monotonic() < deadline:
             try:
                 _, headers = self._complete([[0]], max_tokens=1)
-            except urllib.error.URLError:
+            except OSError:
                 headers = {}
             if headers.get("x-deltasync-version", "none") != "none":
                 return

@@ -29,7 +29,7 @@ _WARMUP_STEPS = 30
 _WARMED_UP = 1
 """The version after the warm-up: those before it cannot spell, so that all of their games are alike."""
 _LR = 1e-4
-_FIRST_WITHIN_S, _NEXT_WITHIN_S = 300.0, 120.0
+_FIRST_WITHIN_S, _NEXT_WITHIN_S = 600.0, 300.0
 """How long samples may take to come. Before the first one the replica has to start."""
 _LOOK_S = 0.05
 

@@ -204,15 +204,22 @@ class Pool:
         that cancels it and does it, as `each` does. `start` makes sure that there is a thread.
         """
         future: Future[_R] = Future()
+        idle = self._idle
 
         def perform() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = work(*args, **kwargs)
-                except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
+            # The thread counts as idle before the result is there: the caller that gets it may submit more at once, and
+            # no other thread is started for that.
+            if not future.set_running_or_notify_cancel():
+                idle.release()
+                return
+            try:
+                result = work(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+                idle.release()
+                future.set_exception(error)
+            else:
+                idle.release()
+                future.set_result(result)
 
         with self._lock:
             if self._is_shut:
@@ -241,7 +248,7 @@ class Pool:
     def _start_thread(self) -> None:
         thread = threading.Thread(
             target=_work,
-            args=(self._queue, self._idle, self._niceness),
+            args=(self._queue, self._niceness),
             name=f"{self._name}_{len(self._threads)}",
             daemon=True,
         )
@@ -249,14 +256,13 @@ class Pool:
         self._threads.append(thread)
 
 
-def _work(queue: "SimpleQueue[Callable[[], None] | None]", idle: threading.Semaphore, niceness: int | None) -> None:
+def _work(queue: "SimpleQueue[Callable[[], None] | None]", niceness: int | None) -> None:
     """A thread of a pool."""
     _set_niceness(niceness)
     while (perform := queue.get()) is not None:
         perform()
         # It keeps what the work refers to alive.
         del perform
-        idle.release()
     # The other threads end, too.
     queue.put(None)
 

@@ -3,12 +3,15 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
+from support import LONG_S
+from support.replicas import wait_until
 
 from deltasync import parallel
 from deltasync.errors import InvalidInputError
-from deltasync.parallel import counting, each, set_threads, threads
+from deltasync.parallel import Pool, counting, each, set_threads, threads
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +85,7 @@ class Slow:
     def __call__(self, n: int) -> None:
         if n == 0:
             # Not before another thread is at work.
-            assert self.running.acquire(timeout=10)
+            assert self.running.acquire(timeout=LONG_S)
             raise ZeroDivisionError
         with self.lock:
             self.begun += 1
@@ -109,7 +112,7 @@ def test_an_error_of_the_items_is_raised_after_running_work_has_ended(good: int)
 
     def items() -> Iterator[int]:
         yield from range(1, good + 1)
-        assert work.running.acquire(timeout=10)
+        assert work.running.acquire(timeout=LONG_S)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -139,19 +142,22 @@ def test_an_early_end_waits_for_running_work() -> None:
 
 
 def test_an_interrupt_waits_for_running_work() -> None:
-    ended = threading.Event()
+    begun, interrupted, ended = threading.Event(), threading.Event(), threading.Event()
 
     def work(_: int) -> None:
+        begun.set()
+        assert interrupted.wait(LONG_S)
         time.sleep(0.1)
         ended.set()
 
     def items() -> Iterator[int]:
         yield 0
-        # The pool has taken the first item by now, and the caller waits for it when the signal comes.
-        time.sleep(0.02)
+        assert begun.wait(LONG_S)
+        # The caller waits for the work when the signal comes.
         signal.setitimer(signal.ITIMER_REAL, 0.02)
 
     def interrupt(*_: object) -> None:
+        interrupted.set()
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
@@ -176,7 +182,7 @@ def test_nested_work_does_not_deadlock(waiting: int | None, count: int) -> None:
     results: list[int] = []
     runner = threading.Thread(target=lambda: results.append(level(4)), daemon=True)
     runner.start()
-    runner.join(60)
+    runner.join(LONG_S)
     assert results == [4**4]
 
 
@@ -194,11 +200,35 @@ def test_the_same_work_again_starts_no_thread(waiting: int | None) -> None:
     assert {thread.ident for thread in threading.enumerate()} <= before
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_that_is_submitted_for_a_result_needs_no_other_thread(fails: bool) -> None:
+    """The thread that gives the result is free for it, however early it comes."""
+    pool, may_end, then = Pool(4, "deltasync-test"), threading.Event(), list[Future[int]]()
+
+    def work() -> None:
+        assert may_end.wait(LONG_S)
+        if fails:
+            raise ZeroDivisionError
+
+    pool.submit(work).add_done_callback(lambda _: then.append(pool.submit(threading.get_ident)))
+    may_end.set()
+    wait_until(lambda: bool(then))
+    assert then[0].result(LONG_S) == pool._threads[0].ident
+    assert len(pool._threads) == 1
+
+
 def test_threads_that_compute() -> None:
     set_threads(3)
     assert threads() == 3
-    idents = set(each(lambda _: time.sleep(0.005) or threading.get_ident(), range(60)))
-    assert len(idents - {threading.get_ident()}) == 3
+    idents: set[int] = set()
+
+    def work(_: int) -> None:
+        idents.add(threading.get_ident())
+        wait_until(lambda: len(idents - {caller}) >= 3)
+
+    caller = threading.get_ident()
+    list(each(work, range(60)))
+    assert len(idents - {caller}) == 3
 
 
 def test_the_number_of_threads_may_change_while_work_runs() -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support import LONG_S
 from support.feeds import Feed
 from support.servers import missing, npm_package
 
@@ -33,7 +34,7 @@ from deltasync.store.local import LocalStore
 from deltasync.ui.index import read_version
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Request, Response, Route
 
 pytestmark = pytest.mark.e2e
 
@@ -47,7 +48,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-LONG_MS = 30_000
+LONG_MS = 1000 * LONG_S
 NONE = "\u2013"
 """What the page shows for a figure that is not known."""
 
@@ -187,7 +188,7 @@ def ui(folder: Path, **environment: str) -> "Iterator[tuple[str, subprocess.Pope
         yield json.loads(process.stderr.readline())["listening"], process
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(LONG_S)
 
 
 @pytest.fixture
@@ -328,6 +329,14 @@ def test_widths_and_colours(browser: "Browser", run: Run, axe: str, scheme: str,
         assert seen.problems == []
 
 
+def has_wrong(request: "Request") -> bool:
+    return request.headers.get("authorization") == "Bearer wrong"
+
+
+def is_refused_for_wrong(response: "Response") -> bool:
+    return has_wrong(response.request) and response.status == 401
+
+
 def test_a_token_is_asked_for(browser: "Browser", run: Run, axe: str) -> None:
     with ui(run.folder, DELTASYNC_TOKEN="secret") as (url, _):
         with opened(browser, url) as (page, _):
@@ -335,13 +344,26 @@ def test_a_token_is_asked_for(browser: "Browser", run: Run, axe: str) -> None:
             assert page.locator("#overview").is_hidden()
             assert violations(page, axe) == []
             page.fill("#token", "wrong")
-            page.keyboard.press("Enter")
-            page.wait_for_timeout(300)
+            with page.expect_response(is_refused_for_wrong):
+                page.keyboard.press("Enter")
             assert page.locator("#token-form").is_visible()
+            # What is asked with the wrong token is answered only after the right one was accepted.
+            late: list[Route] = []
+            page.route(
+                "**/api/feed", lambda route: late.append(route) if has_wrong(route.request) else route.continue_()
+            )
+            with page.expect_request(has_wrong):
+                page.keyboard.press("Enter")
             page.fill("#token", "secret")
             page.keyboard.press("Enter")
             page.wait_for_selector("#figures >> text=v23")
+            with page.expect_response(is_refused_for_wrong):
+                for route in late:
+                    route.continue_()
+            with page.expect_response(lambda response: response.ok):
+                """The next poll."""
             assert page.locator("#token-form").is_hidden()
+            assert page.locator("#overview").is_visible()
         with opened(browser, f"{url}/#token=secret") as (page, seen):
             page.wait_for_selector("#figures >> text=v23")
             assert "secret" not in page.url
@@ -352,7 +374,7 @@ def test_the_process_that_ends_is_shown(browser: "Browser", run: Run) -> None:
     with ui(run.folder) as (url, process), opened(browser, url) as (page, _):
         page.wait_for_selector("#figures >> text=v23")
         process.terminate()
-        process.wait(60)
+        process.wait(LONG_S)
         page.wait_for_selector("#error >> text=does not respond")
 
 

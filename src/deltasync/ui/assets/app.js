@@ -438,9 +438,11 @@ function heat(cells, name, measure, text) {
 // ---- requests, routes, theme ------------------------------------------------------------------------------------
 
 async function request(path) {
+  const used = token;
   try {
-    const response = await fetch(path, { headers: token ? { Authorization: `Bearer ${token}` } : {}, cache: "no-store" });
-    if (response.status === 401) { askToken(); return null; }
+    const response = await fetch(path, { headers: used ? { Authorization: `Bearer ${used}` } : {}, cache: "no-store" });
+    // A late answer to the token before this one says nothing about this one.
+    if (response.status === 401) { if (used === token) askToken(); return null; }
     return await response.json();
   } catch { return null; }
 }

@@ -4,19 +4,21 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import repeats
+from support import LONG_S, repeats
 from support.servers import Server, seaweed
-from support.slow_link import SlowLink, slow_link
 
 from deltasync import AnchorPolicy, PublisherOptions, open_store, verify
 from deltasync.feed.log import Log
@@ -35,7 +37,8 @@ HOT = 1 << 17
 REQUEST_BYTES = 2500
 """What a request has beside its content, generously: signed headers."""
 
-PATIENCE_S = 300.0
+_CHUNK_BYTES = 2048
+
 NEVER = AnchorPolicy(bytes_ratio=None, versions=None)
 
 
@@ -49,6 +52,79 @@ def s3() -> Iterator[Server]:
 def environment(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
+
+
+class SlowLink:
+    """Passes connections on to an endpoint. Bytes to the server pass at `bytes_per_s`, those back at once.
+
+    `sent_bytes` counts what has passed to the server, headers of requests included.
+    """
+
+    def __init__(self, endpoint: str, bytes_per_s: float | None = None) -> None:
+        address = urllib.parse.urlsplit(endpoint)
+        self._server = (address.hostname or "", address.port or 80)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.bytes_per_s = bytes_per_s
+        self.sent_bytes = 0
+        self._lock = threading.Lock()
+        self._free_s = 0.0
+        """When the link has passed on everything that was given to it so far."""
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        """Accept connections until `stop`."""
+        while not self._stopped.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(self._server)
+            except OSError:
+                client.close()
+                continue
+            for source, sink, is_slow in ((client, server, True), (server, client, False)):
+                threading.Thread(target=self._pass, args=(source, sink, is_slow), daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, is_slow: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(_CHUNK_BYTES if is_slow else 1 << 16):
+                if is_slow:
+                    self._wait(len(data))
+                sink.sendall(data)
+        for each in (source, sink):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        source.close()
+
+    def _wait(self, nbytes: int) -> None:
+        with self._lock:
+            self.sent_bytes += nbytes
+            now_s = time.monotonic()
+            rate = self.bytes_per_s
+            self._free_s = max(self._free_s, now_s) + (0.0 if rate is None else nbytes / rate)
+            wait_s = self._free_s - now_s
+        self._stopped.wait(wait_s)
+
+
+@contextmanager
+def slow_link(endpoint: str, bytes_per_s: float | None = None) -> Iterator[SlowLink]:
+    """A link to an endpoint for as long as the block runs."""
+    link = SlowLink(endpoint, bytes_per_s)
+    thread = threading.Thread(target=link.run, daemon=True)
+    thread.start()
+    try:
+        yield link
+    finally:
+        link.stop()
+        thread.join()
 
 
 class Training:
@@ -67,7 +143,7 @@ class Training:
         bits = self._weights.arrays[0].copy()
         bits[self._hot] ^= self._rng.integers(0, 2, HOT).astype(np.uint16)
         self._weights = Weights(self._weights.layout, (bits,))
-        return self.publisher.publish(self._weights).wait(PATIENCE_S).version
+        return self.publisher.publish(self._weights).wait(LONG_S).version
 
 
 class Command:
@@ -89,7 +165,7 @@ class Command:
         assert self.process is not None
         assert self.process.poll() is None, "it has ended by itself"
         self.process.send_signal(number)
-        return self.process.wait(60)
+        return self.process.wait(LONG_S)
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -110,7 +186,7 @@ def started(command: Command) -> Iterator[Command]:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + LONG_S
     while not condition():
         assert time.monotonic() < deadline_s, f"{what} takes too long"
         time.sleep(0.2)
@@ -185,7 +261,7 @@ def test_every_version_over_a_link_with_kills(s3: Server, seed: int, tmp_path: P
 def test_a_link_that_is_ten_times_too_slow(s3: Server, tmp_path: Path) -> None:
     """With a compactor at the source the copy gets skips, stays near the head, and takes a part of the bytes."""
     urls = [s3.url(f"slow-{name}") for name in ("source", "copy")]
-    steps, pause_s = repeats(60, soak=400), 0.5
+    steps, pause_s = repeats(60, soak=400), 0.25
     with open_store(urls[0]) as source, open_store(urls[1]) as copy, slow_link(s3.endpoint) as link:
         training = Training(source)
         training.step()
@@ -195,12 +271,15 @@ def test_a_link_that_is_ten_times_too_slow(s3: Server, tmp_path: Path) -> None:
         compactor = Command(tmp_path / "compactor", "compact", urls[0], "--follow")
         with started(relay), started(compactor):
             wait_until(lambda: head_of(copy) == 1, "the first anchor, over a fast link")
-            began_bytes = link.sent_bytes
-            link.bytes_per_s = Log(source).read(1).nbytes / pause_s / 10
+            began_bytes, began_s = link.sent_bytes, time.monotonic()
+            step_bytes = Log(source).read(1).nbytes
             lags = []
-            for _ in range(steps):
+            for number in range(1, steps + 1):
                 last = training.step()
                 time.sleep(pause_s)
+                # Of the bytes that the steps so far would need, at the pace that they have on this machine.
+                pace_s = (time.monotonic() - began_s) / number
+                link.bytes_per_s = step_bytes / pace_s / 10
                 lags.append(last - head_of(copy))
             training.publisher.close()
             wait_until(lambda: head_of(copy) == last, "the newest version")
@@ -215,7 +294,7 @@ def test_a_link_that_is_ten_times_too_slow(s3: Server, tmp_path: Path) -> None:
         assert left_out > steps / 2
         assert sent < deltas / 2, "it takes less than half of the bytes of all deltas"
         print(
-            f"{steps} versions, one every {pause_s} s, over a link of {link.bytes_per_s:,.0f} bytes a second: "
+            f"{steps} versions, one every {pace_s:.2f} s, over a link of {link.bytes_per_s:,.0f} bytes a second: "
             f"{deltas:,} bytes of deltas, {sent:,} sent; {len(edges)} edges, {left_out} versions left out; "
             f"lag at most {max(lags)} versions, {lags[-1]} when training ended"
         )

@@ -5,8 +5,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sglang_stand_in import RELEASE, TABLE, SglangStandIn, sglang_server
 from support.helpers import changed, state, write_sharded
-from support.sglang import RELEASE, TABLE, SglangStandIn, sglang_server
 
 import deltasync
 from deltasync import Follower

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.loading import Served, changed, odd, tensors
-from support.sglang import SglangStandIn, sglang_server
+from served_model import Served, changed, odd, tensors
+from sglang_stand_in import SglangStandIn, sglang_server
 
 from deltasync import Follower
 from deltasync.cli import main as cli

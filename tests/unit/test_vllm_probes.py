@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
-from support.loading import (
+from served_model import (
     HIDDEN,
     SHAPES,
     Loader,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from served_model import Tensors, Workers, changed, tensors, weights_of
 from support.feeds import Feed
-from support.loading import Tensors, Workers, changed, tensors, weights_of
 from support.replicas import follower, wait_until
 
 from deltasync.errors import EngineError, MismatchError

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.loading import Tensors, Workers, changed, changes_between, save, tensors, weights_of
+from served_model import Tensors, Workers, changed, changes_between, save, tensors, weights_of
 
 from deltasync.errors import CorruptError, EngineError, InvalidInputError, MismatchError
 from deltasync.torch import live as live_module

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from soak.schedule import JUMPING, KILLED, SPOILED, STOPPED, schedule
+from support import LONG_S
 from support.servers import missing
 from support.vllm import ROOT
 
@@ -16,6 +18,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 MINUTES = 3.0
 SEED = 1
 CANNOT_RUN = 2
+
+
+def test_every_fault_happens_at_least_once() -> None:
+    steps = schedule(SEED, 60 * MINUTES, disk=True, clocks=True, vllm=False)
+    faults = {"kill": KILLED, "stop": STOPPED, "spoil": SPOILED, "jump": JUMPING, "fill": ("disk",), "prune": ("feed",)}
+    wanted = {(verb, subject) for verb, subjects in faults.items() for subject in subjects}
+    assert wanted <= {(step.verb, step.subject) for step in steps}
 
 
 def test_the_system_survives_faults_and_ends_with_equal_bits(tmp_path: Path) -> None:
@@ -33,7 +42,7 @@ def test_the_system_survives_faults_and_ends_with_equal_bits(tmp_path: Path) -> 
     finally:
         # It ends what it started.
         process.send_signal(signal.SIGTERM)
-        process.wait(120)
+        process.wait(LONG_S)
     if process.returncode == CANNOT_RUN:
         missing(output[-1000:])
     assert process.returncode == 0, output[-20_000:]

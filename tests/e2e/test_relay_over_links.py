@@ -238,7 +238,9 @@ def test_every_version_over_a_link_with_kills(s3: Server, seed: int, tmp_path: P
                 if head >= 0:
                     checked = verify(copy)
                     assert checked.is_clean, (checked.damages, checked.lost)
-                    assert checked.restorable == tuple(range(head + 1)), "in order, and nothing is left out"
+                    # The link may still pass on what was sent before the kill, so that the head moves meanwhile.
+                    assert checked.restorable == tuple(range(len(checked.restorable))), "nothing is left out"
+                    assert head < len(checked.restorable) <= head_of(copy) + 1, "in order"
             with started(command):
                 wait_until(lambda: head_of(copy) == last, "the rest of the copy")
                 assert command.end(signal.SIGTERM) == 0

@@ -24,7 +24,7 @@ ENVIRONMENT = {
 
 
 def main() -> None:
-    """Load the old checkpoint, then apply the difference to the new one again and again."""
+    """Load the old checkpoint, then apply the difference to the new one repeatedly."""
     parser = argparse.ArgumentParser()
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)

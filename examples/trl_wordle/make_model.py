@@ -2,7 +2,7 @@
 
     python make_model.py FOLDER
 
-It learns by imitation to call the tool `guess`, to spell the words, to heed marks now and then, and to stop when the
+It learns by imitation to call the tool `guess`, to spell the words, to follow marks now and then, and to stop when the
 game is over. Without this there would be nothing to reward: random letters are never a word.
 """
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from trl.chat_template_utils import qwen3_instruct_2507_chat_template
 from wordle.training import Learner, lr_share, small_model
 
-STEPS, GAMES, LR, HEEDS = 150, 32, 5e-3, 0.6
+STEPS, GAMES, LR, FOLLOWS_MARKS = 150, 32, 5e-3, 0.6
 """Of the imitation: steps, games in each, learning rate, and the share of guesses that fit all marks so far."""
 
 PAD, BEGIN, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -68,11 +68,11 @@ def rendered(
 
 
 def careless_game(chance: random.Random) -> list[Message]:
-    """A game in which a guess fits all marks so far with the probability `HEEDS`, and is any word otherwise."""
+    """A game in which a guess fits all marks so far with the probability `FOLLOWS_MARKS`, and is any word otherwise."""
     messages: list[Message] = [{"role": "user", "content": PROMPT}]
     answer, fitting = chance.choice(WORDS), list(WORDS)
     for turn in range(GUESSES):
-        word = chance.choice(fitting if chance.random() < HEEDS else WORDS)
+        word = chance.choice(fitting if chance.random() < FOLLOWS_MARKS else WORDS)
         given = marks(word, answer)
         is_over = turn == GUESSES - 1 or set(given) == {GREEN}
         call = {"type": "function", "function": {"name": "guess", "arguments": {"word": word}}}

@@ -46,7 +46,7 @@ _WARMUP_STEPS = 80
 _WARMUP_GAMES = 64
 _WARMUP_LR = 3e-3
 _LR_RISE_STEPS = 10
-_HEEDS = 0.7
+_FOLLOWS_MARKS = 0.7
 """The probability that a guess of the careless player fits all marks so far."""
 
 
@@ -251,7 +251,7 @@ def grpo_loss(model: PreTrainedModel, played: Played, *, group: int) -> torch.Te
 
 
 class Warmup:
-    """The warm-up: the policy learns to spell, and to heed marks to some degree, from games of a careless player.
+    """The warm-up: the policy learns to spell, and to follow marks to some degree, from games of a careless player.
 
     Without it there would be nothing to reward: random letters are never a word. Iterating takes the steps and yields
     the loss of each.
@@ -268,17 +268,17 @@ class Warmup:
     def __iter__(self) -> Iterator[float]:
         for step in range(_WARMUP_STEPS):
             self._learner.lr = _WARMUP_LR * lr_share(step, _WARMUP_STEPS)
-            texts = careless_games(self._wordle, _WARMUP_GAMES, heeds=_HEEDS, random=self._random)
+            texts = careless_games(self._wordle, _WARMUP_GAMES, follows_marks=_FOLLOWS_MARKS, random=self._random)
             yield self._learner.step(imitation_loss(self._learner.model, texts))
 
 
-def careless_games(wordle: Wordle, games: int, *, heeds: float, random: np.random.Generator) -> Array:
-    """Texts of games in which a guess fits all marks so far with the probability `heeds`, and is any word otherwise."""
+def careless_games(wordle: Wordle, games: int, *, follows_marks: float, random: np.random.Generator) -> Array:
+    """Texts of games in which a guess fits all marks so far with the probability `follows_marks`, and is any word otherwise."""
     answers = random.integers(len(wordle.words), size=games)
     fits = np.ones((games, len(wordle.words)), dtype=bool)
     texts = [np.full((games, 1), BEGIN)]
     for _ in range(TURNS):
-        allowed = np.where(random.random((games, 1)) < heeds, fits, True)
+        allowed = np.where(random.random((games, 1)) < follows_marks, fits, True)
         guess = np.argmax(random.random(fits.shape) * allowed, axis=1)
         given = wordle.marks[guess, answers]
         texts += [letter_tokens(wordle.letters[guess]), mark_tokens(wordle.letters[guess], given)]

@@ -1,6 +1,6 @@
 """A trainer to be killed: `python operations_trainer.py FEED PAUSE_S PORT`. It resumes from the feed, and prunes it.
 
-The weights of version v are `nth(step)` of its step, whoever published it: a test can compare every bit.
+The weights of version v are `nth(step)` of its step, whichever process published it: a test can compare every bit.
 """
 
 import signal

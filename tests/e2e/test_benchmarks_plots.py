@@ -11,7 +11,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_plots_are_up_to_date() -> None:
-    """If this fails, `python -m benchmarks.plots` draws them anew."""
+    """If this fails, `python -m benchmarks.plots` draws them again."""
     if importlib.util.find_spec("matplotlib") is None:
         missing("the package matplotlib is not installed")
     from benchmarks.plots import PLOTS, drawn

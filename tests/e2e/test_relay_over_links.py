@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.long]
 
 ELEMENTS = 1 << 20
 HOT = 1 << 17
-"""Elements that change again and again, as they do in training: each step changes about half of them."""
+"""Elements that change repeatedly, as they do in training: each step changes about half of them."""
 
 REQUEST_BYTES = 2500
 """What a request has beside its content, generously: signed headers."""

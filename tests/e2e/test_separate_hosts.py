@@ -30,7 +30,7 @@ LAST = 1 + STEPS
 """Version 0 knows nothing, version 1 is warmed up, then there is one for each step."""
 AGE_MAX = 2
 APART_MAX = 0.01
-"""In log-probability, in the mean: vLLM computes in bfloat16, transformers in float32."""
+"""In log-probability, on average: vLLM computes in bfloat16, transformers in float32."""
 
 FEED, SAMPLES = "s3://bucket/feed", "s3://bucket/samples"
 KEYS = {"AWS_ACCESS_KEY_ID": "hosts", "AWS_SECRET_ACCESS_KEY": "secret-of-the-hosts", "AWS_REGION": "us-east-1"}

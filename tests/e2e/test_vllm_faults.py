@@ -109,7 +109,7 @@ def test_a_store_that_fails_is_outlived(tmp_path: Path) -> None:
 
 @contextmanager
 def stepping(feed: TrainingFeed, *, every_s: float) -> Iterator[None]:
-    """A trainer that publishes again and again."""
+    """A trainer that keeps publishing."""
     done = threading.Event()
 
     def train() -> None:

@@ -1,4 +1,4 @@
-"""kill -9 of a trainer at random times, again and again, with a restart each time."""
+"""Repeated kill -9 of a trainer at random times, with a restart each time."""
 
 import hashlib
 import multiprocessing

@@ -21,7 +21,7 @@ def main() -> int:
         parser.error(f"there is no mutant {unknown[0]!r}")
     chosen = [mutant for name, mutant in MUTANTS.items() if not options.names or name in options.names]
     with Sandbox() as sandbox:
-        # Native ones come last: the core is built anew for them.
+        # Native ones come last: the core is rebuilt for them.
         python, native = [m for m in chosen if not m.is_native], [m for m in chosen if m.is_native]
         trials = [trial for group in (python, native) for trial in try_all(sandbox, group)]
     if options.json is not None:

@@ -364,7 +364,7 @@ class Replica(Actor):
 
 
 class Pruner(Actor):
-    """Prunes again and again."""
+    """Prunes repeatedly."""
 
     role = "pruner"
 
@@ -385,7 +385,7 @@ class Pruner(Actor):
 
 
 class Compactor(Actor):
-    """Writes skips again and again."""
+    """Writes skips repeatedly."""
 
     role = "compactor"
 

@@ -294,7 +294,7 @@ def virtual() -> Iterator[None]:
                         function.__kwdefaults__ = replaced
         patches.enter_context(mock.patch.object(parallel, "Pool", _InCaller))
         patches.enter_context(mock.patch.object(Pipeline, "__del__", mock.Mock(), create=True))
-        # The same few bytes are parsed again and again, which is most of the work.
+        # The same few bytes are parsed many times, which is most of the work.
         patches.enter_context(
             mock.patch.object(Manifest, "from_bytes", staticmethod(lru_cache(512)(Manifest.from_bytes)))
         )

@@ -162,9 +162,9 @@ class Hub:
     writable: bool = True
     """Whether the token may write."""
     ranged: bool = True
-    """Whether downloads heed ranges; otherwise they send the whole file."""
+    """Whether downloads honour ranges; otherwise they send the whole file."""
     prefixed: bool = True
-    """Whether listings heed the prefix; otherwise they list the whole bucket."""
+    """Whether listings honour the prefix; otherwise they list the whole bucket."""
     requests: Counter[str] = field(default_factory=Counter)
     """How often each route was asked, by its name."""
     buckets: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)

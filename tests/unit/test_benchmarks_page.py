@@ -13,7 +13,7 @@ RESULT = {"tables": {"held: bf16": [{"way": "ours", "s": 0.123456, "n": 12345, "
 
 
 def test_the_tables_are_those_of_the_results() -> None:
-    """If this fails, `python -m benchmarks.plots` writes the page and its plots anew."""
+    """If this fails, `python -m benchmarks.plots` writes the page and its plots again."""
     page = PAGE.read_text()
     assert rendered(page, read_results()) == page
 

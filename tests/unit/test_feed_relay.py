@@ -335,7 +335,7 @@ def test_a_link_that_is_slower_than_training(slower: float, every: bool, version
 
     def step() -> None:
         arrays = [array.copy() for array in feed.states[-1].arrays]
-        # The same few elements change again and again, as they do in training.
+        # The same few elements change repeatedly, as they do in training.
         largest = max(arrays, key=len)
         largest[:200] ^= rng.integers(0, 2, 200).astype(largest.dtype)
         feed.delta(Weights(feed.states[-1].layout, tuple(arrays)))

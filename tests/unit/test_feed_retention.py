@@ -1,4 +1,4 @@
-"""Retention that runs again and again: what it keeps, what it reads, and that a feed stays bounded."""
+"""Retention that runs repeatedly: what it keeps, what it reads, and that a feed stays bounded."""
 
 import logging
 import threading

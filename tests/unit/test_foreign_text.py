@@ -88,7 +88,7 @@ def heartbeat(**fields: Any) -> Callable[[Feed], None]:
 
 
 def payload(change: Callable[[Any], object]) -> Callable[[Feed], None]:
-    """Another payload of the newest version, as somebody would write it who wants to be read."""
+    """Another payload of the newest version, as an attacker would write it."""
 
     def plant(feed: Feed) -> None:
         head = feed.log.read(len(feed.states) - 1)

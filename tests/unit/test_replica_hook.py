@@ -134,7 +134,7 @@ def test_a_failure_is_reported_and_retried(
     assert f"the command for version 1 {error} (try 3), retrying in 4 s" in caplog.text
     feed.delta()
     advance(feed)
-    assert ours.run() == 1, "another version begins anew"
+    assert ours.run() == 1, "another version starts over"
 
 
 def test_it_recovers(feed: Feed) -> None:

@@ -48,7 +48,7 @@ def done(*versions: str, index: int = 0, tokens: int = 4) -> Completion:
 
 @dataclass
 class Switch:
-    """Between two outputs another version gets live."""
+    """Between two outputs another version goes live."""
 
     version: str
 

@@ -148,13 +148,13 @@ def test_ratio_is_clipped(model: PreTrainedModel, wordle: Wordle) -> None:
 
 
 def test_careless_games(wordle: Wordle) -> None:
-    texts = careless_games(wordle, 64, heeds=1.0, random=np.random.default_rng(0))
+    texts = careless_games(wordle, 64, follows_marks=1.0, random=np.random.default_rng(0))
     assert texts.shape == (64, TEXT)
     assert (texts[:, 0] == BEGIN).all()
     turns = texts[:, 1:]
     last = turns[:, -LETTERS:] - FIRST_LETTER
     assert (wordle.find(last) >= 0).all()
-    # A player who heeds all marks keeps each green letter in its place.
+    # A player who follows all marks keeps each green letter in its place.
     first, seen = turns[:, :LETTERS] - FIRST_LETTER, turns[:, LETTERS:PER_TURN]
     green = seen == mark_tokens(first, np.full_like(first, GREEN))
     assert green.any()
@@ -165,7 +165,7 @@ def test_warm_up_teaches(wordle: Wordle) -> None:
     model = new_policy(2)
     learner, random = Learner(model, lr=3e-3), np.random.default_rng(0)
     losses = [
-        learner.step(imitation_loss(model, careless_games(wordle, 8, heeds=0.7, random=random))) for _ in range(6)
+        learner.step(imitation_loss(model, careless_games(wordle, 8, follows_marks=0.7, random=random))) for _ in range(6)
     ]
     assert losses[-1] < losses[0] - 0.1
 

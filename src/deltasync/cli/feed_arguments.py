@@ -164,7 +164,7 @@ def add_prune(commands: Commands) -> None:
         "--keep-s", type=seconds, metavar="S", help="keep every version restorable that was committed within S seconds"
     )
     parser.add_argument("--yes", action="store_true", help="delete; without it nothing is deleted")
-    parser.add_argument("--follow", action="store_true", help="with --yes: again and again, until SIGINT or SIGTERM")
+    parser.add_argument("--follow", action="store_true", help="with --yes: prune repeatedly, until SIGINT or SIGTERM")
     parser.add_argument(
         "--every-s", type=seconds, default=60.0, metavar="S", help="with --follow: about every S seconds (default: 60)"
     )

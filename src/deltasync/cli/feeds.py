@@ -373,7 +373,7 @@ def prune(args: argparse.Namespace, out: Output) -> None:
 
 
 def _prune_and_follow(args: argparse.Namespace, out: Output, retention: Retention) -> None:
-    """Prune again and again until SIGINT or SIGTERM, and print what each run has deleted."""
+    """Prune repeatedly until SIGINT or SIGTERM, and print what each run has deleted."""
     with opened(args.url) as store:
         pruner, loop = Pruner(store, retention), Loop()
         log, due_s = Log(store), 0.0

@@ -64,7 +64,7 @@ def report(args: argparse.Namespace, out: Output) -> None:
 
 
 def watch(args: argparse.Namespace, out: Output) -> None:
-    """Show a feed once, or again and again: on a terminal in place, otherwise a line for each change."""
+    """Show a feed once, or continuously: on a terminal in place, otherwise a line for each change."""
     stopped = threading.Event()
     with opened(args.url) as store:
         watched = Watch(store)

@@ -1,4 +1,4 @@
-"""The state of a feed, read again and again with few requests: what the page, the report and the terminal show.
+"""The state of a feed, polled with few requests: what the page, the report and the terminal show.
 
 The newest versions are read in detail. Of the older ones only every n-th is, n a power of two, so that what is read and
 kept stays bounded for a feed of any length. Nothing is written, and no payload is fetched except the index of one.

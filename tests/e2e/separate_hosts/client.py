@@ -1,4 +1,4 @@
-"""What anybody who can reach the replica's port sees of it."""
+"""What anyone who can reach the replica's port sees of it."""
 
 import json
 import time

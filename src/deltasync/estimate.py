@@ -1,8 +1,8 @@
 """Estimate what a feed costs: seconds from step to live, bytes, memory and dollars, from rates that were measured.
 
 The model follows a version through the pipeline of docs/architecture.md. `python -m benchmarks.scale` compares it with
-runs, for which it measures the rates of the machine. Left out are copies between accelerators and hosts, the time in which a TCP
-connection becomes fast, retries, and whatever else uses the same links and cores.
+runs, for which it measures the rates of the machine. Left out are copies between accelerators and hosts, the time in
+which a TCP connection becomes fast, retries, and everything else that uses the same links and cores.
 """
 
 import math

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deltasync.cli.commands import parse
+from deltasync.cli.main import parse
 
 pytestmark = pytest.mark.e2e
 

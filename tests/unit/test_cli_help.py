@@ -15,7 +15,7 @@ from support.helpers import state, write_sharded
 
 import deltasync
 from deltasync.cli import main as cli
-from deltasync.cli.commands import build_parser, parse
+from deltasync.cli.main import build_parser, parse
 from deltasync.cli.parser import Parser, UsageError
 from deltasync.replica.hook import Hook
 from deltasync.replica.loop import SCRUB_S

@@ -22,7 +22,7 @@ from support.helpers import changed, state, write_sharded
 
 import deltasync
 from deltasync.cli import main as cli
-from deltasync.cli.commands import build_parser
+from deltasync.cli.main import build_parser
 from deltasync.cli.output import Column, fitted_widths, shortened, text_width
 from deltasync.cli.units import duration_text, ratio_text
 from deltasync.feed.log import Log

@@ -15,7 +15,7 @@ from support.helpers import changed, state, write_sharded
 import deltasync
 from deltasync import AnchorPolicy
 from deltasync.cli import main as cli
-from deltasync.cli.commands import parse
+from deltasync.cli.main import parse
 from deltasync.cli.parser import UsageError
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.estimate import (

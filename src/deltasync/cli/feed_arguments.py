@@ -148,7 +148,7 @@ def add_prune(commands: Commands) -> None:
     parser = add_command(
         commands,
         "prune",
-        "feeds",
+        "upkeep",
         "Delete the payloads of old versions.",
         more="Without --yes it only lists them. It may run beside a publisher.",
         example="deltasync prune s3://bucket/run-42 --keep-anchors 2 --keep-versions 99",
@@ -175,7 +175,7 @@ def add_compact(commands: Commands) -> None:
     parser = add_command(
         commands,
         "compact",
-        "feeds",
+        "upkeep",
         "Write skips, so that late replicas fetch less.",
         more="A skip leads over many versions at once. It may run beside a publisher.",
         example="deltasync compact s3://bucket/run-42 --follow",
@@ -200,7 +200,7 @@ def add_relay(commands: Commands) -> None:
     parser = add_command(
         commands,
         "relay",
-        "relay",
+        "upkeep",
         "Copy a feed to other stores.",
         more="Only what a destination does not have is sent. An interrupted copy goes on.",
         example="deltasync relay s3://us-bucket/run-42 s3://eu-bucket/run-42 --follow",
@@ -223,7 +223,7 @@ def add_pin(commands: Commands) -> None:
     parser = add_command(
         commands,
         "pin",
-        "pins",
+        "upkeep",
         "Keep a version for good, under a name.",
         more="`prune` deletes nothing that it needs, and its name stands for its number.",
         example="deltasync pin s3://bucket/run-42 17 --name best --note 'reward 0.71'",
@@ -240,7 +240,7 @@ def add_unpin(commands: Commands) -> None:
     parser = add_command(
         commands,
         "unpin",
-        "pins",
+        "upkeep",
         "Remove a pin, or all pins of a version.",
         more="The next `prune` may delete the version.",
         example="deltasync unpin s3://bucket/run-42 best",
@@ -253,7 +253,7 @@ def add_pins(commands: Commands) -> None:
     parser = add_command(
         commands,
         "pins",
-        "pins",
+        "upkeep",
         "List the pins of a feed.",
         more="Prints their names, versions and notes.",
         example="deltasync pins s3://bucket/run-42",

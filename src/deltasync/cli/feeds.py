@@ -1,19 +1,15 @@
-"""Commands on feeds: publish, log, show, verify, restore, prune, compact."""
+"""Commands on feeds: publish, log, show, verify, restore."""
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from deltasync.checkpoint import open_checkpoint
 from deltasync.cli.folders import watch
-from deltasync.cli.follow import calling_on_signal
-from deltasync.cli.listen import listening, require_address
 from deltasync.cli.output import ROWS_MAX, Column, Output, number_column
-from deltasync.cli.timeline import VersionTimeline
 from deltasync.cli.units import (
     bits_text,
     count_text,
@@ -29,21 +25,17 @@ from deltasync.cli.units import (
     versions_text,
 )
 from deltasync.errors import CorruptError, InvalidInputError, NotFoundError
-from deltasync.feed.compact import LEVELS, Compactor
-from deltasync.feed.log import READ_THREADS, Log, manifest_key
-from deltasync.feed.metrics import Role, UpkeepCollector
+from deltasync.feed.log import READ_THREADS, Log
 from deltasync.feed.plan import Plan
-from deltasync.feed.prune import Pruner, Pruning, Retention, plan_prune
-from deltasync.feed.prune import prune as delete
 from deltasync.feed.replay import plan_restore
 from deltasync.feed.replay import restore as write
-from deltasync.feed.upkeep import Upkeep
 from deltasync.feed.verify import Verification
 from deltasync.feed.verify import verify as check
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef, Manifest
+from deltasync.format.sealed import Heartbeat, is_decimal
 from deltasync.parallel import each
-from deltasync.replica.loop import Loop
+from deltasync.replica.fleet import phase_seconds
 from deltasync.store import opened
 from deltasync.store.protocol import Store
 from deltasync.trainer.checkpoint import publish as commit
@@ -243,6 +235,81 @@ def show(args: argparse.Namespace, out: Output) -> None:
     _print_edges(out, f"a restore fetches {size_text(plan.nbytes)}", plan)
 
 
+_TIMELINE_COLUMNS = (
+    Column("where", is_name=True),
+    Column("step", is_name=True),
+    Column("began", "{:+.3f} s".format),
+    Column("took", duration_text),
+)
+_INSIDE = ("pause",)
+"""Phases that are part of another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step on the way of a version. `began_s` counts from the beginning of the timeline."""
+
+    where: str
+    step: str
+    began_s: float
+    took_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionTimeline:
+    """The steps of one version. It begins with the capture, or with the commit if no capture was recorded."""
+
+    version: int
+    has_capture: bool
+    began_unix_ms: int
+    steps: tuple[_Step, ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest, heartbeats: Sequence[Heartbeat]) -> "VersionTimeline":
+        """From a manifest, and from the heartbeats of replicas whose last move led to its version."""
+        recorded = manifest.timeline
+        began_unix_ms = 1000 * manifest.created_unix_s if recorded is None else recorded.captured_unix_ms
+        steps = list(_trainer_steps(manifest))
+        for beat in heartbeats:
+            moved, at = beat.facts.get("moved_version"), beat.facts.get("moved_unix_ms")
+            if moved == str(manifest.version) and at is not None and is_decimal(at):
+                steps += _replica_steps(beat, (int(at) - began_unix_ms) / 1000)
+        return cls(manifest.version, recorded is not None, began_unix_ms, tuple(steps))
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "steps": [asdict(step) for step in self.steps]}
+
+    def print(self, out: Output) -> None:
+        """As a table."""
+        since = "capture" if self.has_capture else "commit (no capture was recorded: a command, or an earlier release)"
+        title = f"version {self.version} since its {since}; replicas by their own clocks"
+        out.table(title, _TIMELINE_COLUMNS, [(s.where, s.step, s.began_s, s.took_s) for s in self.steps])
+
+
+def _trainer_steps(manifest: Manifest) -> Iterator[_Step]:
+    at_s = 0.0
+    if manifest.timeline is not None:
+        t = manifest.timeline
+        phases = (("capture", t.held_ms), ("queue", t.queued_ms), ("encode", t.encode_ms), ("put", t.put_ms))
+        for name, milliseconds in phases:
+            yield _Step("trainer", name, at_s, milliseconds / 1000)
+            at_s += milliseconds / 1000
+    yield _Step("trainer", "committed", at_s)
+
+
+def _replica_steps(beat: Heartbeat, live_s: float) -> Iterator[_Step]:
+    """The phases of a move, one after the other, which ended when the version was live."""
+    seconds = phase_seconds(beat)
+    at_s = live_s - sum(value for phase, value in seconds.items() if phase not in _INSIDE)
+    for phase, value in seconds.items():
+        if phase in _INSIDE:
+            yield _Step(beat.replica, phase, live_s - value, value)
+        else:
+            yield _Step(beat.replica, phase, at_s, value)
+            at_s += value
+    yield _Step(beat.replica, "live", live_s)
+
+
 def _edges_json(plan: Plan) -> list[dict[str, Any]]:
     return [{"key": edge.key, "start": edge.start, "end": edge.end, "bytes": edge.nbytes} for edge in plan.edges]
 
@@ -323,137 +390,3 @@ def restore(args: argparse.Namespace, out: Output) -> None:
         out.json({"version": m.version, "step": m.step, "digest": m.digest.hex})
     else:
         out.line(f"{m.digest}  {args.output} (version {m.version})")
-
-
-def prune(args: argparse.Namespace, out: Output) -> None:
-    """Delete old versions, or list what that would delete."""
-    retention = Retention(
-        anchors=args.keep_anchors, versions=args.keep_versions, age_s=args.keep_s, every_s=args.every_s
-    )
-    if args.follow and not args.yes:
-        raise InvalidInputError(
-            "--follow deletes without asking", hint="add --yes, or leave out --follow to look first"
-        )
-    require_address(args, follows=args.follow, without="without --follow")
-    if args.follow:
-        _prune_and_follow(args, out, retention)
-        return
-    with opened(args.url) as store:
-        # A mistyped URL must not look as if there were nothing to delete.
-        Log(store).require_head()
-        pruning = plan_prune(store, retention)
-        stay = delete(store, pruning) if args.yes else ()
-    if out.is_json:
-        unnamed = set(pruning.keys[len(pruning.keys) - pruning.orphans :])
-        kept_orphans, kept_pinned = [k for k in stay if k in unnamed], [k for k in stay if k not in unnamed]
-        kept = {"kept_orphans": kept_orphans, "kept_pinned": kept_pinned}
-        out.json({**pruning.to_json(), "deleted": args.yes, **kept})
-        return
-    for key in pruning.keys:
-        out.key(key)
-    if stay:
-        objects = count_text(len(stay), "object")
-        out.line(f"{objects} of these stay: put again, or needed by a manifest or a pin by now")
-    if pruning.young_orphans:
-        orphans = f"{count_text(pruning.young_orphans, 'orphan')} ({size_text(pruning.young_orphan_bytes)})"
-        out.line(
-            f"{orphans} younger than a day: not deleted, as a publication in progress may need them",
-            indent="  ",
-        )
-    for name in pruning.pinned:
-        out.line(f"pin {name} is of an older version: what it needs stays", indent="  ")
-    for replica in pruning.held_by:
-        out.line(f"replica {replica} is behind: the deltas that it needs stay", indent="  ")
-    if pruning.versions:
-        verb = "can no longer be restored" if args.yes else "could no longer be restored"
-        out.line(f"{versions_text(pruning.versions)} {verb}", indent="  ")
-    done = "deleted" if args.yes else "to delete (nothing was deleted: pass --yes)"
-    objects = f"{count_text(len(pruning.keys) - len(stay), 'object')}, {size_text(pruning.payload_bytes)}"
-    out.line(f"{objects} {done}; versions from {pruning.floor} on stay", indent="  ")
-
-
-def _prune_and_follow(args: argparse.Namespace, out: Output, retention: Retention) -> None:
-    """Prune repeatedly until SIGINT or SIGTERM, and print what each run has deleted."""
-    with opened(args.url) as store:
-        pruner, loop = Pruner(store, retention), Loop()
-        log, due_s = Log(store), 0.0
-
-        def step() -> bool:
-            nonlocal due_s
-            if time.monotonic() < due_s:
-                return False
-            log.require_head()
-            pruning, stay = pruner.run(is_stopping=lambda: loop.is_stopping)
-            due_s = time.monotonic() + retention.every_s
-            if len(pruning.keys) > len(stay):
-                _print_run(out, pruning, stay)
-            return False
-
-        with _upkeep_listening(args, out, "pruner", pruner.upkeep):
-            _run_until_signal(loop, step)
-
-
-def _upkeep_listening(
-    args: argparse.Namespace, out: Output, role: Role, upkeep: Upkeep
-) -> AbstractContextManager[None]:
-    collector = UpkeepCollector(role, {(): upkeep})
-    return listening(args, out, lambda: upkeep, collector, why_not_ready=upkeep.why_not_ready)
-
-
-def _print_run(out: Output, pruning: Pruning, stay: Sequence[str]) -> None:
-    now_unix_s, deleted = time.time(), len(pruning.keys) - len(stay)
-    if out.is_json:
-        counts = {"deleted_objects": deleted, "payload_bytes": pruning.payload_bytes, "floor": pruning.floor}
-        names = {"held_by": list(pruning.held_by), "pinned": list(pruning.pinned)}
-        out.json_line({"time_unix_s": round(now_unix_s, 3), **counts, **names})
-        return
-    held = f"; {count_text(len(pruning.held_by), 'replica')} behind" if pruning.held_by else ""
-    objects = f"{count_text(deleted, 'object')}, {size_text(pruning.payload_bytes)} deleted"
-    out.line(f"{time_text(now_unix_s)}  {objects}; versions from {pruning.floor} on stay{held}", indent=" " * 21)
-    sys.stdout.flush()
-
-
-def _run_until_signal(loop: Loop, step: Callable[[], bool]) -> None:
-    """Run the loop in a thread of its own: a signal handler that runs in this one must not meet a lock of the loop."""
-    with ThreadPoolExecutor(1) as pool, calling_on_signal(loop.stop):
-        pool.submit(loop.run, step, lambda error: None).result()
-
-
-def compact(args: argparse.Namespace, out: Output) -> None:
-    """Write the skips that are missing, and print each as it is committed; as JSON all at once, unless it follows."""
-    require_address(args, follows=args.follow, without="without --follow")
-    written: list[Manifest] = []
-    with opened(args.url) as store:
-        compactor, loop = Compactor(store, levels=LEVELS if args.levels is None else args.levels), Loop()
-
-        def step() -> bool:
-            before = len(written)
-            for skip in compactor.advance():
-                written.append(skip)
-                if not out.is_json:
-                    _print_skip(out, skip)
-                elif args.follow:
-                    out.json_line(_skip_json(skip))
-                if loop.is_stopping:
-                    break
-            return len(written) > before
-
-        if args.follow:
-            with _upkeep_listening(args, out, "compactor", compactor.upkeep):
-                _run_until_signal(loop, step)
-        else:
-            step()
-    if not out.is_json:
-        out.line(f"{count_text(len(written), 'skip')} written")
-    elif not args.follow:
-        out.json({"skips": [_skip_json(skip) for skip in written]})
-
-
-def _skip_json(skip: Manifest) -> dict[str, Any]:
-    return {**manifest_json(skip), "key": manifest_key(skip)}
-
-
-def _print_skip(out: Output, skip: Manifest) -> None:
-    changed = f"{number_text(skip.changed or 0)} elements ({share_text(skip.changed or 0, skip.elements)})"
-    out.line(f"skip from version {skip.parent} to {skip.version}: {changed}, {size_text(skip.nbytes)}", indent="  ")
-    sys.stdout.flush()

@@ -4,16 +4,14 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TypeVar
 
-from deltasync.cli.follow import calling_on_signal
 from deltasync.cli.output import Output
+from deltasync.cli.service import poll_until_signal
 from deltasync.cli.units import number_text, share_text, size_text
 from deltasync.errors import InvalidInputError, NotFoundError
 from deltasync.feed.prune import Retention
-from deltasync.replica.loop import Loop
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import PublisherOptions
 from deltasync.trainer.watch import SETTLE_S, CheckpointWatch
@@ -116,10 +114,7 @@ def _advance_all(
         return done is not None
 
     if follow:
-        loop = Loop()
-        # In a thread of its own: a handler that runs in this one must not meet a lock of the loop.
-        with ThreadPoolExecutor(1) as pool, calling_on_signal(loop.stop):
-            pool.submit(loop.run, step, lambda error: None).result()
+        poll_until_signal(step)
         return
     until_s = time.monotonic() + _ONCE_SETTLES * settle_s
     while True:

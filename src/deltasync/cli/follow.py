@@ -1,20 +1,18 @@
 """The `follow` command: a checkpoint folder that is kept at the newest version."""
 
 import argparse
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any
 
-from deltasync.cli.listen import listening, require_address
 from deltasync.cli.output import Output
+from deltasync.cli.service import calling_on_signal, listening, require_address
 from deltasync.cli.units import count_text, duration_text, number_text, size_text, time_text
 from deltasync.errors import EngineError, InvalidInputError
 from deltasync.replica.events import Advance, Seconds
@@ -24,7 +22,6 @@ from deltasync.replica.hook import Hook
 from deltasync.replica.metrics import FollowerCollector, no_version
 from deltasync.sglang import SglangTarget
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ONCE_TRIES = 3
 _LOOK_S = 0.5
 """How often the folder of an earlier process is looked at until the command has run for it."""
@@ -182,23 +179,6 @@ def _run_hook(follower: Follower, hook: Hook, *, has_moved: bool) -> float | Non
         return hook.run()
     finally:
         follower.resume()
-
-
-@contextmanager
-def calling_on_signal(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on SIGINT or SIGTERM during the block. A second signal ends the process."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        for each in _STOP_SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-        stop()
-
-    before = {each: signal.signal(each, handle) for each in _STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def _print_move(out: Output, follower: Follower, moved: Advance) -> None:

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from deltasync.cli.feeds import feed_size_text, stored
-from deltasync.cli.follow import calling_on_signal
 from deltasync.cli.output import Column, Output, shortened
+from deltasync.cli.service import calling_on_signal, run_until_signal
 from deltasync.cli.units import count_text, duration_text, or_dash, ratio_text, share_text, size_text
 from deltasync.errors import DeltasyncError, InvalidInputError, MismatchError, StoreError, printable
 from deltasync.feed.log import Log
@@ -74,8 +74,7 @@ def watch(args: argparse.Namespace, out: Output) -> None:
             _print(out, watched.refresh())
             return
         show = _watch_terminal if out.columns is not None and not out.is_json else _watch_lines
-        with ThreadPoolExecutor(1) as pool, calling_on_signal(stopped.set):
-            pool.submit(show, out, watched, stopped).result()
+        run_until_signal(lambda: show(out, watched, stopped), stopped.set)
 
 
 def _watch_terminal(out: Output, watched: Watch, stopped: threading.Event) -> None:

@@ -1,21 +1,59 @@
-"""The options `--listen` and `--metrics` of commands that follow a feed: health, status and metrics over HTTP."""
+"""What commands that run until SIGINT or SIGTERM share: signals, and health, status and metrics over HTTP."""
 
 import argparse
 import importlib.util
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from deltasync import metrics
 from deltasync.cli.output import Output
 from deltasync.errors import InvalidInputError
 from deltasync.metrics import Collector
+from deltasync.replica.loop import Loop
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def calling_on_signal(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on SIGINT or SIGTERM during the block. A second signal ends the process."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        for each in _STOP_SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        stop()
+
+    before = {each: signal.signal(each, handle) for each in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def run_until_signal(run: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Call `run`, and on SIGINT or SIGTERM `stop`, after which `run` has to return.
+
+    It runs in a thread of its own: a signal handler runs in this one, and must not meet a lock that `run` holds.
+    """
+    with ThreadPoolExecutor(1) as pool, calling_on_signal(stop):
+        pool.submit(run).result()
+
+
+def poll_until_signal(step: Callable[[], bool], loop: Loop | None = None) -> None:
+    """Call `step` in a poll loop until SIGINT or SIGTERM, or an error that a retry cannot fix."""
+    loop = Loop() if loop is None else loop
+    run_until_signal(lambda: loop.run(step, lambda error: None), loop.stop)
 
 
 def require_address(args: argparse.Namespace, *, follows: bool, without: str) -> None:

@@ -44,6 +44,14 @@ def atomic_write(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
     return size
 
 
+def require_replaceable(path: Path, is_ours: Callable[[Path], bool], *, what: str) -> None:
+    """InvalidInputError if something is at `path` that is not a regular file of ours, and must not be replaced."""
+    if path.is_dir():
+        raise InvalidInputError(f"{path} is a folder", hint="name a file to write")
+    if os.path.lexists(path) and not (stat.S_ISREG(path.lstat().st_mode) and is_ours(path)):
+        raise InvalidInputError(f"{path} exists and is not {what} that deltasync wrote", hint="choose another output")
+
+
 @contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
     """An unused hidden path in the folder of `path`. Whatever is there at the end of the block is removed."""

@@ -113,6 +113,15 @@ def open_payload(source: Delta) -> Iterator[Payload]:
         yield payload
 
 
+def is_payload(path: Path) -> bool:
+    """Whether a file is a payload of deltasync, by its header."""
+    try:
+        with open_payload(path):
+            return True
+    except (CorruptError, FormatError):
+        return False
+
+
 def _require_parent(before: Weights, header: PayloadHeader, old: State, progress: Progress | None) -> None:
     if header.kind == "shard":
         raise InvalidInputError(

@@ -234,6 +234,27 @@ def prepare_output_nowhere(place: Path) -> list[str]:
     return ["diff", "old", "new", "-o", "no/such/folder/d"]
 
 
+def prepare_output_is_a_file_of_the_user(place: Path) -> list[str]:
+    (place / "notes.txt").write_text("precious")
+    return ["diff", "old", "new", "-o", "notes.txt"]
+
+
+def prepare_output_is_inside_an_input(place: Path) -> list[str]:
+    return ["diff", "old", "new", "-o", str(next((place / "new").glob("*.safetensors")))]
+
+
+def prepare_output_is_a_device(place: Path) -> list[str]:
+    """As /dev/null: it would be replaced by a file where that is allowed."""
+    os.mkfifo("pipe")
+    return ["diff", "old", "new", "-o", "pipe"]
+
+
+def prepare_output_is_a_link(place: Path) -> list[str]:
+    run("diff", "old", "new", "-o", "d")
+    (place / "latest").symlink_to("d")
+    return ["diff", "new", "old", "-o", "latest"]
+
+
 def prepare_delta_missing(place: Path) -> list[str]:
     return ["apply", "old", "no-delta", "-o", "out"]
 
@@ -297,6 +318,10 @@ BAD = [
     (prepare_output_is_input, 1, ["one.safetensors"]),
     (prepare_output_is_folder, 1, ["new"]),
     (prepare_output_nowhere, 1, ["no/such/folder"]),
+    (prepare_output_is_a_file_of_the_user, 1, ["notes.txt exists and is not a delta that deltasync wrote"]),
+    (prepare_output_is_inside_an_input, 1, ["safetensors exists and is not a delta"]),
+    (prepare_output_is_a_device, 1, ["pipe exists and is not a delta"]),
+    (prepare_output_is_a_link, 1, ["latest exists and is not a delta"]),
     (prepare_delta_missing, 1, ["no-delta"]),
     (prepare_delta_is_output, 1, ["d is an input"]),
 ]
@@ -316,6 +341,12 @@ def test_errors(place: Path, capsys: Out, prepare: Any, code: int, words: list[s
     assert all(word in err for word in words if word != "hint")
     assert {p: p.read_bytes() for p in place.rglob("*") if p.is_file()} == before
     assert not (place / "out").exists()
+
+
+def test_a_delta_replaces_an_earlier_one(place: Path) -> None:
+    assert run("diff", "old", "new", "-o", "d") == 0
+    assert run("diff", "new", "old", "-o", "d") == 0
+    assert deltasync.inspect("d").digest == deltasync.digest("old")
 
 
 CODES: list[tuple[BaseException, int]] = [

@@ -247,6 +247,20 @@ def test_report_command(place: Path, capsys: Out) -> None:
     assert not (place / "other.html").exists()
 
 
+def test_a_report_replaces_an_earlier_one_and_nothing_else(place: Path, capsys: Out) -> None:
+    assert cli.main(["report", "feed", "-o", "report.html"]) == 0
+    assert cli.main(["report", "feed", "-o", "report.html"]) == 0
+    (place / "index.html").write_text("<!doctype html>precious")
+    (place / "latest.html").symlink_to("report.html")
+    os.mkfifo("pipe")
+    for name in ("index.html", "latest.html", "pipe"):
+        capsys.readouterr()
+        assert cli.main(["report", "feed", "-o", name]) == 1
+        assert f"{name} exists and is not a report that deltasync wrote" in capsys.readouterr().err
+    assert (place / "index.html").read_text() == "<!doctype html>precious"
+    assert (place / "latest.html").is_symlink()
+
+
 def test_watch_once(place: Path, capsys: Out) -> None:
     assert cli.main(["watch", "feed", "--once"]) == 0
     plain = capsys.readouterr().out

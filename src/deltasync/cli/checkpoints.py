@@ -87,13 +87,12 @@ def add_digest(commands: Commands) -> None:
 
 def diff(args: argparse.Namespace, out: Output) -> None:
     """Write the delta, and print its size against that of the weights."""
-    from deltasync.files import atomic_write
-    from deltasync.oneshot import diff_chunks
+    from deltasync.files import atomic_write, require_replaceable
+    from deltasync.oneshot import diff_chunks, is_payload
     from deltasync.oneshot import inspect as read_payload
 
-    if args.output.is_dir():
-        raise InvalidInputError(f"{args.output} is a folder", hint="name a file to write")
     _require_other_file(args.output, args.old, args.new)
+    require_replaceable(args.output, is_payload, what="a delta")
     with out.bars() as progress:
         atomic_write(args.output, diff_chunks(args.old, args.new, codec=args.codec, progress=progress))
     delta = read_payload(args.output)

@@ -12,14 +12,14 @@ from deltasync.cli.feeds import feed_size_text, stored
 from deltasync.cli.output import Column, Output, shortened
 from deltasync.cli.service import calling_on_signal, run_until_signal
 from deltasync.cli.units import count_text, duration_text, or_dash, ratio_text, share_text, size_text
-from deltasync.errors import DeltasyncError, InvalidInputError, MismatchError, StoreError, printable
+from deltasync.errors import DeltasyncError, MismatchError, StoreError, printable
 from deltasync.feed.log import Log
-from deltasync.files import atomic_write
+from deltasync.files import atomic_write, require_replaceable
 from deltasync.replica.fleet import ReplicaState, replica_states
 from deltasync.store import opened
 from deltasync.ui.alerts import Alert, alerts
 from deltasync.ui.overview import Overview, Replica, Watch
-from deltasync.ui.page import POLL_S, Page, feed_json, serving
+from deltasync.ui.page import POLL_S, Page, feed_json, is_report, serving
 from deltasync.ui.page import report as write_report
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def ui(args: argparse.Namespace, out: Output) -> None:
 
 def report(args: argparse.Namespace, out: Output) -> None:
     """Write the report, and print what it shows."""
-    if args.output.is_dir():
-        raise InvalidInputError(f"{args.output} is a folder", hint="name a file to write")
+    require_replaceable(args.output, is_report, what="a report")
     with opened(args.url) as store:
         html, overview = write_report(store)
     content = html.encode()

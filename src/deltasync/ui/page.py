@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,6 +33,10 @@ POLL_S = 2.0
 REPORT_VERSIONS = 16
 """Versions whose details are in a report: the newest."""
 
+_REPORT_MARK = '<meta name="generator" content="deltasync report">'
+"""Near the start of every report: a file without it is not overwritten by one."""
+
+_MARK_WITHIN_BYTES = 1024
 _DETAILS_MAX = 64
 _VERSION = re.compile(r"/api/versions/([0-9]{1,15})", re.ASCII)
 _TYPES = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
@@ -183,7 +188,7 @@ def report(store: Store, *, clock: Callable[[], float] = time.time) -> tuple[str
     html = asset("index.html")
     html = html.replace(
         '<meta charset="utf-8">',
-        f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        f'<meta charset="utf-8">\n{_REPORT_MARK}\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
     )
     for name, text in zip(_STYLES, styles, strict=True):
         html = html.replace(f'<link rel="stylesheet" href="assets/{name}">', f"<style>{text}</style>")
@@ -191,6 +196,12 @@ def report(store: Store, *, clock: Callable[[], float] = time.time) -> tuple[str
         before = f'<script type="application/json" id="report">{data}</script>\n' if i == 0 else ""
         html = html.replace(f'<script src="assets/{name}"></script>', f"{before}<script>{text}</script>")
     return html, overview
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is a report that was written earlier."""
+    with path.open("rb") as file:
+        return _REPORT_MARK.encode() in file.read(_MARK_WITHIN_BYTES)
 
 
 def _source_hash(text: str) -> str:

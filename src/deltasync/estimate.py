@@ -247,9 +247,9 @@ class Deployment:
     egress_usd_per_gb: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "uplinks", "replicas", "cores"):
+        for name in ("ranks", "replicas", "cores"):
             whole_number(name, getattr(self, name), least=1)
-        whole_number("uplinks", self.uplinks, most=self.ranks, hint="a rank uploads over one link")
+        whole_number("uplinks", self.uplinks, least=1, most=self.ranks, hint="a rank uploads over one link")
         if self.sites is not None:
             whole_number("sites", self.sites, least=1, most=self.replicas, hint="a site has at least one replica")
         if not 0 < self.every_s < math.inf:

@@ -716,6 +716,7 @@ def test_pins_of_a_feed(place: Path, capsys: Out) -> None:
         (["pin", "feed", "4", "--name", "best"], 4),
         (["unpin", "feed", "nobody"], 1),
         (["show", "feed", "nobody"], 1),
+        (["pins", "nowhere"], 1),
     ],
 )
 def test_pins_that_are_refused(argv: list[str], code: int, place: Path, capsys: Out) -> None:
@@ -769,6 +770,9 @@ def test_relay_copies_a_feed(place: Path, capsys: Out) -> None:
 def test_relay_refuses_a_feed_of_another_run(place: Path, capsys: Out) -> None:
     assert run("publish", "other", "c0") == 0
     before = sorted(path for path in (place / "other").rglob("*"))
+    assert run("relay", "feed", "new", "./new") == 1
+    assert "a destination is given twice" in capsys.readouterr().err
+    assert not (place / "new").exists()
     assert run("relay", "feed", "new", "other") == 1
     assert "relay.feed" in capsys.readouterr().err
     assert sorted(path for path in (place / "other").rglob("*")) == before

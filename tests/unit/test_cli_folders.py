@@ -55,7 +55,7 @@ def test_text_names_the_folder_and_the_version(place: Path, capsys: Out) -> None
     assert cli.main(["export", "feed", "folders", "--from", "1"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("folders/weight_v000001: all weights, ")
-    assert second.startswith("folders/weight_v000002: the change to version 1, ")
+    assert second.startswith("folders/weight_v000002: the change from version 1, ")
     assert cli.main(["publish", "watched", "--watch", "step_*", "--once", "--settle-s", "0.1"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("version 0, step 0: all weights, ")
@@ -71,6 +71,15 @@ def test_errors_have_their_exit_codes(place: Path, capsys: Out) -> None:
     assert cli.main(["import", "folders", "other", "--base", "step_1"]) == 3
     assert "nothing was published" in capsys.readouterr().err
     assert cli.main(["import", "nowhere", "copy"]) == 1
+    assert cli.main(["import", "step_0", "copy"]) == 1
+    assert "step_0 has no folder weight_v" in capsys.readouterr().err
+    assert cli.main(["publish", "new", "--watch", "stpe_*", "--once"]) == 1
+    assert "no folder matches stpe_*" in capsys.readouterr().err
+    assert not (place / "new").exists()
+    assert cli.main(["publish", "new", "--watch", "step_0", "--once"]) == 1
+    assert "in quotes" in capsys.readouterr().err
+    assert cli.main(["publish", "feed", "step_0", "--settle-s", "3"]) == 1
+    assert "--settle-s has no effect without --watch" in capsys.readouterr().err
     assert cli.main(["publish", "feed", "step_0", "--once"]) == 1
     assert "--once has no effect without --watch" in capsys.readouterr().err
     assert cli.main(["publish", "feed", "--watch", "step_*", "--anchor"]) == 1

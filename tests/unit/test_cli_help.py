@@ -143,10 +143,16 @@ def test_help_imports_little(argv: list[str]) -> None:
         (["completion", "sh"], "argument shell: 'sh' is none of bash, zsh, fish"),
         (["log"], "URL is missing (or set DELTASYNC_FEED)"),
         (["publish", "feed"], "CHECKPOINT is missing"),
-        (["diff", "-o", "d"], "OLD and NEW is missing"),
+        (["diff", "-o", "d"], "OLD and NEW are missing"),
         (["log", "feed", "more"], "there is one argument too many: 'more'"),
         (["show", "feed", "-best"], "there is no option '-best'"),
         (["show", "feed", "9best"], "argument VERSION: '9best' is neither a version nor the name of a pin"),
+        (["show", "feed", 5000 * "9"], f"argument VERSION: '{79 * '9'} is not a whole number from 0 on"),
+        (["pin", "feed", 5000 * "9"], f"argument VERSION: '{79 * '9'} is not a whole number from 0 on"),
+        (["restore", "feed", "-o", "out", "--version", 30 * "9"], f"argument --version: '{30 * '9'}' is not a whole"),
+        (["verify", "feed", "--threads", "1025"], "argument --threads: '1025' is not a whole number from 1 to 1,024"),
+        (["doctor", "feed", "--probe-mb", "9999999"], "argument --probe-mb: '9999999' is not a whole number from 1 to"),
+        (["publish", "feed", "--watch", "step_1", "step_2"], "there is one argument too many: 'step_2' (a pattern"),
     ],
 )  # fmt: skip
 def test_wrong_usage_says_what_was_meant(argv: list[str], message: str, capsys: Out) -> None:

@@ -128,6 +128,19 @@ def test_follow_from_a_base(place: Path, capsys: Out) -> None:
         (["feed", "--target", "live", "--listen", "256.0.0.1:1"], 1, "cannot listen on 256.0.0.1 port 1"),
         (["feed", "--target", "live", "--listen", "0.0.0.0:0"], 1, "there is no token"),
         (["feed", "--target", "live", "--once", "--mirror", "c0"], 1, "not a mirror"),
+        (["feed", "--target", "live", "--once", "--only-changes"], 1, "--only-changes has no effect without --sglang"),
+        (["feed", "--target", "live", "--once", "--keep-cache"], 1, "--keep-cache has no effect without --sglang"),
+        (
+            ["feed", "--target", "live", "--once", "--sglang-path", "x"],
+            1,
+            "--sglang-path has no effect without --sglang",
+        ),
+        (["feed", "--target", "live", "--once", "--pause", "abort"], 1, "--pause has no effect without --sglang"),
+        (
+            ["feed", "--target", "live", "--once", "--exec-timeout-s", "9"],
+            1,
+            "--exec-timeout-s has no effect without --exec",
+        ),
     ],
 )
 def test_follow_refuses(place: Path, capsys: Out, arguments: list[str], code: int, message: str) -> None:

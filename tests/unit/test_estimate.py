@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ def test_anchors_are_due_when_the_policy_says(
         ({"ranks": 0}, "ranks must be at least 1, not 0"),
         ({"replicas": 0}, "replicas must be at least 1, not 0"),
         ({"cores": 1.5}, "cores must be a whole number, not 1.5"),
-        ({"ranks": 2, "uplinks": 3}, "uplinks must be from 0 to 2, not 3"),
+        ({"ranks": 2, "uplinks": 3}, "uplinks must be from 1 to 2, not 3"),
         ({"replicas": 2, "sites": 3}, "sites must be from 1 to 2, not 3"),
         ({"every_s": 0.0}, "every_s must be above 0, not 0"),
         ({"every_s": math.nan}, "every_s must be above 0, not nan"),
@@ -283,6 +284,27 @@ def test_plan_as_plain_text(capsys: Out) -> None:
     assert int(rows["fetched in an hour"][1]) == 60 * 16 * 16 * 10**9
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--params", "100T", "--link", "0.001kbit", "--replicas", str(10**18), "--sites", "1"),
+        ("--params", "1", "--link", "1000000tbit", "--rtt-ms", "0", "--egress-usd-per-gb", "1e9"),
+        ("--every-s", "1e308", "--rtt-ms", "1e9", "--cores", str(10**18)),
+        ("--every-s", "1e-320", "--egress-usd-per-gb", "0", "--cores", "1"),
+    ],
+)
+def test_the_most_extreme_numbers_give_finite_ones(capsys: Out, options: tuple[str, ...]) -> None:
+    """Other programs cannot read an infinity in JSON."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    assert run(*MODEL, *options, "--json") == 0
+    json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert run(*MODEL, *options) == 0
+    assert not re.search(r"\b(inf|nan)\b", capsys.readouterr().out)
+
+
 def test_plan_of_two_checkpoints(place: Path, capsys: Out) -> None:
     assert run("plan", "old", "new", "--link", "100mbit", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -296,13 +318,14 @@ def test_plan_of_two_checkpoints(place: Path, capsys: Out) -> None:
         (("plan", "old", "--link", "1gbit"), "old is one checkpoint"),
         (("plan", "old", "new", "--params", "8e9", "--link", "1gbit"), "--params is measured"),
         (("plan", "old", "old", "--link", "1gbit"), "have the same weights"),
-        (("plan", "--link", "1gbit"), "it takes two checkpoints, or --params"),
-        (("plan", "--params", "8e9", "--link", "1gbit"), "it takes two checkpoints, or --params"),
-        ((*MODEL, "--lr", "1e-6"), "it takes two checkpoints, or --params with one of"),
+        (("plan", "--link", "1gbit"), "`plan` takes two checkpoints, or --params"),
+        (("plan", "--params", "8e9", "--link", "1gbit"), "`plan` takes two checkpoints, or --params"),
+        ((*MODEL, "--lr", "1e-6"), "`plan` takes two checkpoints, or --params with one of"),
         (("plan", "--params", "8B", "--lr", "1e-6", "--dtype", "fp8", "--link", "1gbit"), "--lr is known for bf16"),
         (("plan", "--params", "8B", "--lr", "1", "--link", "1gbit"), "steps were measured at learning rates"),
-        ((*MODEL, "--links", "2"), "uplinks must be from 0 to 1, not 2"),
-        ((*MODEL, "--sites", "2"), "sites must be from 1 to 1, not 2"),
+        ((*MODEL, "--links", "2"), "--links 2 is more than --ranks 1"),
+        ((*MODEL, "--sites", "2"), "--sites 2 is more than --replicas 1"),
+        ((*MODEL, "--replicas", "3", "--sites", "4"), "--sites 4 is more than --replicas 3"),
         (("plan", "old", "missing", "--link", "1gbit"), "missing does not exist"),
     ],
 )
@@ -326,9 +349,17 @@ def test_what_cannot_be_planned(place: Path, capsys: Out, argv: tuple[str, ...],
         ("--link", "1GB", "is not the rate of a link, such as 100mbit or 1gbit"),
         ("--link", "0gbit", "is not the rate of a link"),
         ("--link", "..gbit", "is not the rate of a link"),
-        ("--rtt-ms", "-1", "is not a time in ms above 0"),
-        ("--egress-usd-per-gb", "inf", "is not a price from 0 on"),
+        ("--link", "0." + 320 * "0" + "1kbit", "is not the rate of a link"),
+        ("--link", 299 * "9" + "gbit", "is not the rate of a link"),
+        ("--lr", "0", "is not a learning rate above 0"),
+        ("--rtt-ms", "-1", "is not a time in ms from 0 to a billion"),
+        ("--rtt-ms", "1e308", "is not a time in ms from 0 to a billion"),
+        ("--egress-usd-per-gb", "inf", "is not a price from 0 to a billion"),
+        ("--egress-usd-per-gb", "1e308", "is not a price from 0 to a billion"),
         ("--ranks", "0", "is not a whole number from 1 on"),
+        ("--replicas", 400 * "9", "is not a whole number from 1 on"),
+        ("--replicas", "1_0", "is not a whole number from 1 on"),
+        ("--threads", "1025", "'1025' is not a whole number from 1 to 1,024"),
     ],
 )
 def test_values_that_are_refused(option: str, text: str, message: str) -> None:

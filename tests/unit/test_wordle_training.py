@@ -165,7 +165,8 @@ def test_warm_up_teaches(wordle: Wordle) -> None:
     model = new_policy(2)
     learner, random = Learner(model, lr=3e-3), np.random.default_rng(0)
     losses = [
-        learner.step(imitation_loss(model, careless_games(wordle, 8, follows_marks=0.7, random=random))) for _ in range(6)
+        learner.step(imitation_loss(model, careless_games(wordle, 8, follows_marks=0.7, random=random)))
+        for _ in range(6)
     ]
     assert losses[-1] < losses[0] - 0.1
 

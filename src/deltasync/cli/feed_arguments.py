@@ -15,11 +15,15 @@ from deltasync.cli.parser import (
     add_threads,
     add_trust_code,
     add_url,
+    number_within,
     positive,
     seconds,
     version_or_name,
     whole_number,
 )
+
+PROBE_MB_MAX = 1024
+"""The bandwidth probe is held in memory twice."""
 
 
 def add_publish(commands: Commands) -> None:
@@ -66,7 +70,6 @@ def add_publish(commands: Commands) -> None:
     watch.add_argument(
         "--settle-s",
         type=seconds,
-        default=2.0,
         metavar="S",
         help="a folder is complete only if its files have not changed for S seconds (default: 2)",
     )
@@ -328,5 +331,9 @@ def add_doctor(commands: Commands) -> None:
     )
     parser.add_argument("--read-only", action="store_true", help="write nothing: only list and read")
     parser.add_argument(
-        "--probe-mb", type=positive, default=8, metavar="N", help="size of the bandwidth probe in MB (default: 8)"
+        "--probe-mb",
+        type=lambda text: number_within(text, least=1, most=PROBE_MB_MAX),
+        default=8,
+        metavar="N",
+        help="size of the bandwidth probe in MB (default: 8)",
     )

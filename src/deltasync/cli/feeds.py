@@ -10,6 +10,7 @@ from typing import Any
 from deltasync.checkpoint import open_checkpoint
 from deltasync.cli.folders import watch
 from deltasync.cli.output import ROWS_MAX, Column, Output, number_column
+from deltasync.cli.parser import require_unused
 from deltasync.cli.units import (
     bits_text,
     count_text,
@@ -24,7 +25,7 @@ from deltasync.cli.units import (
     time_text,
     versions_text,
 )
-from deltasync.errors import CorruptError, InvalidInputError, NotFoundError
+from deltasync.errors import CorruptError, NotFoundError
 from deltasync.feed.log import READ_THREADS, Log
 from deltasync.feed.plan import Plan
 from deltasync.feed.replay import plan_restore
@@ -40,7 +41,7 @@ from deltasync.store import opened
 from deltasync.store.protocol import Store
 from deltasync.trainer.checkpoint import publish as commit
 
-_WATCH_OPTIONS = ("once", "after", "marker", "shadow", "keep_anchors", "keep_versions")
+_WATCH_OPTIONS = ("once", "after", "marker", "settle_s", "shadow", "keep_anchors", "keep_versions")
 
 
 def publish(args: argparse.Namespace, out: Output) -> None:
@@ -48,9 +49,7 @@ def publish(args: argparse.Namespace, out: Output) -> None:
     if args.watch:
         watch(args, out)
         return
-    if unused := next((option for option in _WATCH_OPTIONS if getattr(args, option) not in (None, False)), None):
-        option = unused.replace("_", "-")
-        raise InvalidInputError(f"--{option} has no effect without --watch", hint="add --watch, or leave it out")
+    require_unused(args, _WATCH_OPTIONS, without="--watch")
     full_bytes = open_checkpoint(args.checkpoint).weights.layout.nbytes
     began_s = time.perf_counter()
     with opened(args.url) as store:

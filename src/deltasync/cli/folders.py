@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TypeVar
 
 from deltasync.cli.output import Output
@@ -38,28 +39,40 @@ def watch(args: argparse.Namespace, out: Output) -> None:
         must_exist=args.must_exist,
         retention=retention,
     )
+    settle_s = SETTLE_S if args.settle_s is None else args.settle_s
     with CheckpointWatch(
         args.checkpoint,
         args.url,
         after=args.after,
         marker=args.marker,
-        settle_s=args.settle_s,
+        settle_s=settle_s,
         trust_code=args.trust_code,
         options=options,
     ) as watched:
+        if args.once and not watched.folders():
+            # A mistyped pattern must not look as if everything were published.
+            raise NotFoundError(
+                f"no folder matches {args.checkpoint}",
+                hint="check the pattern: its last * stands for the number in the name of a folder",
+            )
         _advance_all(
             watched.advance,
             lambda publication: _print_publication(out, publication),
             lambda: watched.waiting_for,
             follow=not args.once,
-            settle_s=args.settle_s,
+            settle_s=settle_s,
         )
 
 
 def import_folders(args: argparse.Namespace, out: Output) -> None:
     """Publish folders of deltas, and print a line for each."""
     from deltasync.interop import Importer
+    from deltasync.interop.folder import list_folders
 
+    if not args.follow and args.base is None and not list_folders(Path(args.folders)):
+        raise NotFoundError(
+            f"{args.folders} has no folder weight_v…", hint="give the folder that the trainer writes them to"
+        )
     options = PublisherOptions(shadow_path=args.shadow, require_fencing=args.require_fencing)
     with Importer(args.folders, args.url, base=args.base, restart=args.restart, options=options) as importer:
         _advance_all(
@@ -78,7 +91,7 @@ def export(args: argparse.Namespace, out: Output) -> None:
         if out.is_json:
             out.json_line({**asdict(exported), "path": str(exported.path)})
             return
-        kind = "all weights" if exported.base_version is None else f"the change to version {exported.base_version}"
+        kind = "all weights" if exported.base_version is None else f"the change from version {exported.base_version}"
         out.line(f"{exported.path}: {kind}, {size_text(exported.nbytes)}", indent="  ")
         sys.stdout.flush()
 

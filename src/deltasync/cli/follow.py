@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from deltasync.cli.output import Output
+from deltasync.cli.parser import require_unused
 from deltasync.cli.service import calling_on_signal, listening, require_address
 from deltasync.cli.units import count_text, duration_text, number_text, size_text, time_text
 from deltasync.errors import EngineError, InvalidInputError
@@ -22,9 +23,12 @@ from deltasync.replica.hook import Hook
 from deltasync.replica.metrics import FollowerCollector, no_version
 from deltasync.sglang import SglangTarget
 
+EXEC_TIMEOUT_S = 600.0
 _ONCE_TRIES = 3
 _LOOK_S = 0.5
 """How often the folder of an earlier process is looked at until the command has run for it."""
+
+_SGLANG_OPTIONS = ("sglang_path", "pause", "keep_cache", "only_changes")
 
 Moves = SimpleQueue[Advance | None]
 
@@ -51,9 +55,12 @@ def follow(args: argparse.Namespace, out: Output) -> None:
         raise InvalidInputError("--ready-s needs an address", hint="add --listen HOST:PORT")
     if args.sglang is not None and args.program is not None:
         raise InvalidInputError("--sglang and --exec both load the folder", hint="leave one of them out")
-    if args.only_changes and args.sglang is None:
-        raise InvalidInputError("--only-changes is for an SGLang server", hint="add --sglang URL")
-    hook = None if args.program is None else Hook(args.program, args.target, timeout_s=args.exec_timeout_s)
+    if args.sglang is None:
+        require_unused(args, _SGLANG_OPTIONS, without="--sglang")
+    if args.program is None:
+        require_unused(args, ("exec_timeout_s",), without="--exec")
+    timeout_s = EXEC_TIMEOUT_S if args.exec_timeout_s is None else args.exec_timeout_s
+    hook = None if args.program is None else Hook(args.program, args.target, timeout_s=timeout_s)
     moves: Moves = SimpleQueue()
     with ExitStack() as held:
         target = _target(args, hook)
@@ -98,7 +105,7 @@ def _target(args: argparse.Namespace, hook: Hook | None) -> FolderTarget:
             args.target,
             args.sglang,
             path_there=args.sglang_path,
-            pause=args.pause,
+            pause=args.pause or "retract",
             keeps_cache=args.keep_cache,
             only_changes=args.only_changes,
         )
@@ -117,7 +124,7 @@ def _run_once(hook: Hook) -> None:
             time.sleep(wait_s)
     status = hook.status
     raise EngineError(
-        f"the command of --exec {status.error} for version {status.failing_version}",
+        f"for version {status.failing_version}, the command of --exec {status.error}",
         version=status.failing_version,
         hint="the folder is at that version; the next run of `follow` runs the command again",
     )

@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from deltasync.arguments import COUNT_MAX
+from deltasync.errors import InvalidInputError
+from deltasync.parallel import THREADS_MAX
+
 FEED_VARIABLE = "DELTASYNC_FEED"
 """Environment variable with the feed of commands that are given none."""
+
+_DIGITS_MAX = 40
 
 
 class UsageError(Exception):
@@ -104,7 +110,8 @@ def _assign(args: argparse.Namespace, command: Parser, texts: list[str], feed: s
     places = command.places
     is_repeated = bool(places) and places[-1].is_repeated
     if len(texts) > len(places) and not is_repeated:
-        command.error(f"there is one argument too many: {texts[len(places)]!r:.80}")
+        also = " (a pattern needs quotes)" if getattr(args, "watch", False) else ""
+        command.error(f"there is one argument too many: {texts[len(places)]!r:.80}{also}")
     required = [place for place in places if not place.is_optional]
     if feed is not None and places and places[0].name == "url":
         # With all arguments but the feed, it is the one of the environment; a number is a version and not a feed.
@@ -118,7 +125,8 @@ def _assign(args: argparse.Namespace, command: Parser, texts: list[str], feed: s
         if text is None and not place.is_optional:
             missing = [each.name.upper() for each in required[len(texts) :]]
             also = f" (or set {FEED_VARIABLE})" if place.name == "url" else ""
-            command.error(f"{' and '.join(missing)} is missing{also}")
+            verb = "is" if len(missing) == 1 else "are"
+            command.error(f"{' and '.join(missing)} {verb} missing{also}")
         try:
             value = None if text is None else place.convert(text)
             if place.is_repeated:
@@ -129,14 +137,32 @@ def _assign(args: argparse.Namespace, command: Parser, texts: list[str], feed: s
             command.error(f"argument {place.name.upper()}: {error}")
 
 
+def require_unused(args: argparse.Namespace, options: Sequence[str], *, without: str) -> None:
+    """InvalidInputError for an option, by the name of its value, that was given and has no effect without another."""
+    unused = next((name for name in options if getattr(args, name) not in (None, False)), None)
+    if unused is not None:
+        option = unused.replace("_", "-")
+        raise InvalidInputError(f"--{option} has no effect without {without}", hint=f"add {without}, or leave it out")
+
+
 def positive(text: str) -> int:
     """A whole number from 1 on."""
-    return _whole_number(text, least=1)
+    return number_within(text, least=1)
 
 
 def whole_number(text: str) -> int:
     """A whole number from 0 on."""
-    return _whole_number(text, least=0)
+    return number_within(text, least=0)
+
+
+def number_within(text: str, *, least: int, most: int = COUNT_MAX) -> int:
+    """A whole number with a range. ArgumentTypeError says what it should be."""
+    # Not by its value alone: Python refuses to read a number with thousands of digits.
+    is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS_MAX
+    if not is_number or not least <= int(text) <= most:
+        allowed = f"from {least} on" if most == COUNT_MAX else f"from {least} to {most:,}"
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a whole number {allowed}")
+    return int(text)
 
 
 def version_or_name(text: str) -> int | str:
@@ -144,22 +170,12 @@ def version_or_name(text: str) -> int | str:
     from deltasync.format.keys import PINS, parse_pin_key
 
     if text.isascii() and text.isdecimal():
-        return int(text)
+        return whole_number(text)
     if parse_pin_key(f"{PINS}{text}.json") is None:
         raise argparse.ArgumentTypeError(
             f"{text!r:.80} is neither a version nor the name of a pin, which begins with a letter"
         )
     return text
-
-
-def _whole_number(text: str, *, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a whole number from {least} on")
-    return value
 
 
 def seconds(text: str) -> float:
@@ -225,7 +241,12 @@ def add_trust_code(parser: Parser, verb: str) -> None:
 
 
 def add_threads(parser: Parser) -> None:
-    parser.add_argument("--threads", type=positive, metavar="N", help="number of threads (default: one per core)")
+    parser.add_argument(
+        "--threads",
+        type=lambda text: number_within(text, least=1, most=THREADS_MAX),
+        metavar="N",
+        help="number of threads (default: one per core)",
+    )
 
 
 def add_follow_flag(parser: Parser, what: str = "versions") -> None:

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 EGRESS_USD_PER_GB = 0.09
 """About the list price of large clouds for traffic to the internet. Inside a region it is often nothing."""
 
+ELEMENTS_MAX = 10**14
+"""Weights of a model that `--params` takes: 100 times a model of a trillion weights."""
+
 _MODEL_OPTIONS = ("params", "changed", "lr", "dtype")
+_MOST = 1e9
+"""Of a round trip in ms and a price in dollars: far above any real one, and far below where floats end."""
+
+_LEAST_BITS_PER_S, _MOST_BITS_PER_S = 1.0, 1e18
 _MAGNITUDES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _LINK_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
@@ -65,7 +72,7 @@ def add_plan(commands: Commands) -> None:
     both = parser.add_argument_group("both")
     both.add_argument(
         "--rtt-ms",
-        type=_number("a time in ms"),
+        type=_number("a time in ms", least=0.0),
         default=50.0,
         metavar="MS",
         help="round trip to the store (default: 50)",
@@ -82,15 +89,16 @@ def add_plan(commands: Commands) -> None:
 
 
 def _number(what: str, *, least: float = math.ulp(0.0)) -> Callable[[str], float]:
-    """A converter for a finite number that is above 0, or at least 0."""
+    """A converter for a number that is above 0, or at least 0, and not beyond all bounds."""
 
     def convert(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r:.80} is not {what} {'from 0 on' if least == 0 else 'above 0'}")
+        if not least <= value <= _MOST:
+            allowed = "from 0" if least == 0 else "above 0 and up"
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is not {what} {allowed} to a billion")
         return value
 
     return convert
@@ -102,8 +110,8 @@ def _elements(text: str) -> int:
         value = 0.0 if match is None else float(match["number"]) * _MAGNITUDES[match["magnitude"].upper()]
     except ValueError:
         value = 0.0
-    if not 1 <= value <= 1e14:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number of weights, such as 8e9 or 8B")
+    if not 1 <= value <= ELEMENTS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number of weights from 1 to 100T, such as 8e9 or 8B")
     return round(value)
 
 
@@ -124,7 +132,7 @@ def _bits_per_s(text: str) -> float:
         value = 0.0 if match is None else float(match["number"]) * _LINK_UNITS[match["unit"].lower()]
     except ValueError:
         value = 0.0
-    if not 0 < value < math.inf:
+    if not _LEAST_BITS_PER_S <= value <= _MOST_BITS_PER_S:
         raise argparse.ArgumentTypeError(f"{text!r:.80} is not the rate of a link, such as 100mbit or 1gbit")
     return value
 
@@ -133,6 +141,7 @@ def plan(args: argparse.Namespace, out: "Output") -> None:
     """Print the estimate beside that of full copies."""
     from deltasync.estimate import Deployment, Link, estimate
 
+    _require_fitting(args)
     change = _change(args, out)
     round_trip_s = args.rtt_ms / 1000
     deployment = Deployment(
@@ -151,6 +160,21 @@ def plan(args: argparse.Namespace, out: "Output") -> None:
         out.json(_to_json(change, deployment, found))
     else:
         _print(out, change, deployment, found)
+
+
+def _require_fitting(args: argparse.Namespace) -> None:
+    """InvalidInputError, by the names of the options, for more links than ranks or more sites than replicas."""
+    from deltasync.errors import InvalidInputError
+
+    for many, few, why in (
+        ("links", "ranks", "a rank uploads over one link"),
+        ("sites", "replicas", "a site has a replica"),
+    ):
+        if (getattr(args, many) or 0) > getattr(args, few):
+            raise InvalidInputError(
+                f"--{many} {getattr(args, many)} is more than --{few} {getattr(args, few)}",
+                hint=f"{why}: give at least as many {few}",
+            )
 
 
 def _change(args: argparse.Namespace, out: "Output") -> "Change":
@@ -172,7 +196,7 @@ def _change(args: argparse.Namespace, out: "Output") -> "Change":
         return change
     if args.params is None or (args.changed is None) == (args.lr is None):
         raise InvalidInputError(
-            "it takes two checkpoints, or --params with one of --changed and --lr",
+            "`plan` takes two checkpoints, or --params with one of --changed and --lr",
             hint="such as --params 8e9 --changed 1%",
         )
     dtype = args.dtype or "bf16"

@@ -41,7 +41,6 @@ def add_follow(commands: Commands) -> None:
     parser.add_argument(
         "--exec-timeout-s",
         type=seconds,
-        default=600.0,
         metavar="S",
         help="end the command after this time (default: 600)",
     )
@@ -72,7 +71,6 @@ def add_follow(commands: Commands) -> None:
     sglang.add_argument(
         "--pause",
         choices=("retract", "in_place", "abort"),
-        default="retract",
         help="what happens to running requests: computed again (default), go on with the old cache, or end",
     )
     sglang.add_argument("--keep-cache", action="store_true", help="leave the KV cache of older weights as it is")

@@ -184,6 +184,8 @@ def relay(args: argparse.Namespace, out: Output) -> None:
             )
             for copy in copies
         ]
+        if len({copy.url for copy in copies}) < len(copies):
+            raise InvalidInputError("a destination is given twice", hint="give each one once")
         # All of them before anything is written to one.
         for each in relays:
             each.check()
@@ -329,7 +331,10 @@ def unpin(args: argparse.Namespace, out: Output) -> None:
 
 def pins(args: argparse.Namespace, out: Output) -> None:
     """List the pins of a feed."""
-    found = read_pins(args.url)
+    with opened(args.url) as store:
+        # A mistyped URL must not look as if there were no pins.
+        Log(store).require_head()
+        found = read_pins(store)
     if out.is_json:
         out.json({"pins": [pin.to_json() for pin in found]})
         return

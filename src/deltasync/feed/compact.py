@@ -89,7 +89,7 @@ def require_levels(name: str, levels: Sequence[int]) -> None:
         found = list(levels) if are_numbers else f"{levels!r:.80}"
         raise InvalidInputError(
             f"{name} must start with 2 or more, and each must be a multiple of the one before, not {found}",
-            hint="use (4, 16, 64)",
+            hint="such as 4, 16, 64",
         )
 
 

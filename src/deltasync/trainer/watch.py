@@ -147,7 +147,10 @@ class CheckpointWatch(FolderPublisher):
     ) -> None:
         if not isinstance(pattern, str) or "*" not in pattern:
             what = arguments.described(pattern)
-            raise InvalidInputError(f"the pattern must have a * for the number, not {what}", hint="run/weights/step_*")
+            raise InvalidInputError(
+                f"the pattern must have a * for the number, not {what}",
+                hint="such as 'run/weights/step_*', in quotes, so that the shell leaves it as it is",
+            )
         if marker is not None and Path(marker).name != marker:
             raise InvalidInputError(f"the marker must be the name of a file, not {marker!r:.80}")
         super().__init__(

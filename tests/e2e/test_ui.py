@@ -105,7 +105,8 @@ class Run(Feed):
             share = 0.002 * (1 + layer) * (0.35 if "attn" in spec.name else 1.0) * (1.2 + math.sin(version / 6))
             bits = array.reshape(-1)
             hit = self._rng.random(bits.size) < share
-            bits[hit] += 1
+            # Most changes are by one unit in the last place, as in training.
+            bits[hit] += self._rng.geometric(0.8, np.count_nonzero(hit)).astype(bits.dtype)
         new = Weights(old.layout, arrays)
         runs = [np.array([(i, 0, spec.elements)], np.int64) for i, spec in enumerate(old.layout.tensors)]
         group = [exp.encode(old, changes) for piece in runs for changes in detect(old, new, piece)]

@@ -326,6 +326,8 @@ def test_widths_and_colours(browser: "Browser", run: Run, axe: str, scheme: str,
         page.goto(f"{url}/#/v/23")
         page.wait_for_selector("table.heat")
         assert overflow(page) <= 0
+        edges = "id => document.querySelector(id).getBoundingClientRect().right"
+        assert page.evaluate(edges, "#measure") <= page.evaluate(edges, "#version section:has(table.heat)")
         assert violations(page, axe) == []
         assert seen.problems == []
 

@@ -25,7 +25,7 @@ Group = tuple[str, list["Stage"]]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage: it passes over a model of `nbytes`, and cannot but read `arrays` of that size."""
+    """One stage: it passes over a model of `nbytes`, and has to read at least `arrays` of that size."""
 
     name: str
     run: Callable[[int], object]

@@ -36,7 +36,7 @@ DELTA_BYTES = 40
 ANCHOR_VERSIONS = 150
 LEVELS = (4, 16, 64)
 DOUBLE = 2.0
-"""How many times the requests the longest feed may take of one of a tenth of it: a search grows by the logarithm."""
+"""Requests of the longest feed over those of one with a tenth of its versions, at most: a search is logarithmic."""
 LINEAR = 1.1
 """The exponent that the costs of everything else may grow with."""
 

@@ -155,6 +155,12 @@ def test_a_store_that_lacks_something(
     cli.main(["doctor", "s3://bucket/run", "--probe-mb", "1"])
     out, err = capsys.readouterr()
     assert f"{state}\t{name}\t" in out
+    last = {
+        "list": "wrote nothing",
+        "put and get": "could not write under probes/",
+        "delete": "wrote 3 objects under probes/, and could not remove them: probes/",
+    }
+    assert last.get(name, " under probes/ and removed them") in out.splitlines()[-1]
     assert err == (f"error: 1 check failed: {name} (see above)\n" if code else "")
 
 

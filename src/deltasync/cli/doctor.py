@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -66,10 +66,22 @@ def doctor(args: argparse.Namespace, out: Output) -> None:
         for check in checks:
             _print(out, check)
         if args.url is not None:
-            probes = count_text(len(written), "object")
-            out.line(f"wrote {probes} under {keys.PROBES} and removed them" if written else "wrote nothing")
+            out.line(_written_text(checks, written), indent="  ")
     if failed:
         raise DeltasyncError(f"{count_text(len(failed), 'check')} failed: {', '.join(failed)}", hint="see above")
+
+
+def _written_text(checks: Sequence[Check], written: Sequence[str]) -> str:
+    """What was written to the store, and whether it is gone."""
+    failed = {check.name for check in checks if check.state == "failed"}
+    if not written:
+        return "wrote nothing"
+    if "put and get" in failed:
+        return f"could not write under {keys.PROBES}"
+    probes = f"wrote {count_text(len(written), 'object')} under {keys.PROBES}"
+    if "delete" in failed:
+        return f"{probes}, and could not remove them: {', '.join(written)}"
+    return f"{probes} and removed them"
 
 
 def _print(out: Output, check: Check) -> None:

@@ -273,7 +273,7 @@ class Warmup:
 
 
 def careless_games(wordle: Wordle, games: int, *, follows_marks: float, random: np.random.Generator) -> Array:
-    """Texts of games in which a guess fits all marks so far with the probability `follows_marks`, and is any word otherwise."""
+    """Texts of games: a guess fits all marks so far with the probability `follows_marks`, and is any word otherwise."""
     answers = random.integers(len(wordle.words), size=games)
     fits = np.ones((games, len(wordle.words)), dtype=bool)
     texts = [np.full((games, 1), BEGIN)]

@@ -93,10 +93,10 @@ class Rates:
 
 MEASURED = Rates(
     cores=2,
-    doubling=1.85,
-    capture=Pass(0.0, 6.79e9, math.inf),
-    encode=Pass(0.0, 2.46e9, math.inf),
-    decode=Pass(0.0, 5.50e9, math.inf),
+    doubling=1.81,
+    capture=Pass(0.0, 1.69e10, math.inf),
+    encode=Pass(0.0, 8.5e9, math.inf),
+    decode=Pass(0.0, 6.91e9, math.inf),
     stage=Pass(0.0, math.inf, 1.09e7),
     pause=Pass(0.0, math.inf, 5.20e7),
     anchor_encode_bytes_per_s=0.718e9,

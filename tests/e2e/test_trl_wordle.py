@@ -6,17 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
-from support.servers import free_port
+from support.servers import free_port, json_server
 from support.vllm import CORE, require_vllm, save, tiny_model
 from support.vllm import PYTHON as VLLM_PYTHON
 
@@ -110,25 +108,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def answering(**answers: Any) -> Iterator[str]:
     """Answers every GET with what is given for the last part of its path."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            data = json.dumps(answers.get(self.path.rpartition("/")[2], {})).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing."""
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with json_server(lambda path, body, headers: (200, answers.get(path.rpartition("/")[2], {}))) as url:
+        yield url
 
 
 def example(

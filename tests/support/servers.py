@@ -1,6 +1,7 @@
 """Real object stores for tests, on loopback: SeaweedFS and Azurite, and rclone's gateway, which ignores conditions.
 
-A proxy in front of one of them loses, delays and damages answers: what a client must live with.
+A proxy in front of one of them loses, delays and damages answers: what a client must live with. `json_server` is what
+stand-ins for other servers have in common.
 
 Each is a context manager that gives a running `Server` and stops it in any case. Nothing here has a default port, so
 that several test runs on one machine do not meet.
@@ -451,4 +452,42 @@ def proxied(server: Server) -> Iterator[Proxy]:
     finally:
         proxy.http.shutdown()
         proxy.http.server_close()
+        thread.join()
+
+
+Answering = Callable[[str, Any, Mapping[str, str]], tuple[int, Any]]
+"""The status and the JSON that a server answers to a path, a body (None for a GET) and headers."""
+
+
+@contextmanager
+def json_server(answer: Answering) -> Iterator[str]:
+    """The URL of an HTTP server that speaks JSON. If `answer` raises, the client gets no answer."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(None)
+
+        def do_POST(self) -> None:
+            self._answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+        def _answer(self, body: Any) -> None:
+            code, found = answer(self.path, body, {name.lower(): value for name, value in self.headers.items()})
+            data = json.dumps(found).encode()
+            self.send_response(code)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = _QuietServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
         thread.join()

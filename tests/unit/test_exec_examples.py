@@ -3,18 +3,15 @@
 The routes are those of the llama.cpp server's own documentation (router mode). No engine was run.
 """
 
-import json
 import os
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.helpers import changed, state, write_sharded
+from support.servers import json_server
 
 import deltasync
 from deltasync.cli import main as cli
@@ -50,41 +47,10 @@ class Engine:
         return 200, {"success": True}
 
 
-@contextmanager
-def serving(engine: Engine) -> Iterator[Engine]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(None)
-
-        def do_POST(self) -> None:
-            self._answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-
-        def _answer(self, body: Any) -> None:
-            code, found = engine.answer(self.path, body)
-            data = json.dumps(found).encode()
-            self.send_response(code)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    engine.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield engine
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with serving(Engine()) as found:
+    found = Engine()
+    with json_server(lambda path, body, headers: found.answer(path, body)) as found.url:
         yield found
 
 

@@ -37,4 +37,38 @@ MUTANTS = (
             "tests/unit/test_sglang_loader.py::test_changes_that_do_not_fit_are_refused_before_anything_is_written",
         ),
     ),
+    Mutant(
+        name="sglang-goes-on-half-written",
+        harm="A server with weights that are written in part answers with them, under the name of the old version.",
+        path="src/deltasync/sglang/target.py",
+        old='        if self._held == "torn":\n            logger.error(',
+        new="        if self._held is None:\n            logger.error(",
+        killers=(
+            "tests/unit/test_sglang_loader.py::test_a_server_whose_weights_are_written_in_part_generates_nothing",
+        ),
+    ),
+    Mutant(
+        name="sglang-failed-load-keeps-its-name",
+        harm="A server that has loaded a version, and then failed, calls it by the name of the old one.",
+        path="src/deltasync/sglang/target.py",
+        old='        if self._held == "unknown":\n            self._server.name_weights(UNKNOWN)\n',
+        new='        if self._held == "unknown":\n',
+        killers=("tests/unit/test_sglang.py::test_a_server_that_fails_is_reported_and_generates_on",),
+    ),
+    Mutant(
+        name="sglang-changes-over-other-weights",
+        harm="Changes are written over weights that something else has put into the server.",
+        path="src/deltasync/sglang/target.py",
+        old="        if label != str(staged.start):\n",
+        new="        if label is None:\n",
+        killers=("tests/unit/test_sglang_loader.py::test_a_server_that_has_other_weights_loads_the_folder",),
+    ),
+    Mutant(
+        name="sglang-tracing-keeps-what-it-registers",
+        harm="A loader that registers a parameter anew leaves a model without its weights, only because it was traced.",
+        path="src/deltasync/sglang/loader.py",
+        old="                held.clear()\n                held.update(items)\n",
+        new="                pass\n",
+        killers=("tests/unit/test_sglang_loader.py::test_tracing_leaves_the_model_as_it_was",),
+    ),
 )

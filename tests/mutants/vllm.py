@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         name="worker-scrub-compares-nothing",
         harm="A scrub of a vLLM server never finds a flipped bit.",
-        path="src/deltasync/torch/live.py",
+        path="src/deltasync/torch/memory.py",
         old="            count += int(is_other.sum())\n",
         new="            count += 0\n",
         killers=("tests/unit/test_vllm_worker.py::test_a_flipped_bit_is_found_and_repaired",),
@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant(
         name="nan-after-a-cast-is-damage",
         harm="A NaN in a model that is served in another type counts as damage at every scrub.",
-        path="src/deltasync/torch/live.py",
+        path="src/deltasync/torch/memory.py",
         old="                is_other &= ~(here.isnan() & there.isnan())\n",
         new="                pass\n",
         killers=("tests/unit/test_vllm_worker.py::test_a_feed_of_another_type_than_the_model",),

@@ -8,12 +8,9 @@ what they are given as its workers do.
 import base64
 import importlib
 import io
-import json
 import pickle
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
@@ -22,7 +19,9 @@ import torch
 
 from deltasync import digest
 from deltasync.checkpoint import open_checkpoint
-from deltasync.torch.live import as_tensor
+from deltasync.torch.memory import as_tensor
+
+from .servers import json_server
 
 RELEASE = "0.5.23"
 
@@ -107,6 +106,10 @@ class SglangStandIn:
             "speculative_algorithm": None,
         }
         self.is_session_open = False
+        self.has_ended = False
+        """Whether the loader raised, which ends the server."""
+        self.refuses_flush = False
+        """Whether the cache cannot be flushed once the weights are loaded."""
         self.restores = True
         """Whether a session undoes what follows loading, as the release does for those weights that it packs."""
 
@@ -176,7 +179,11 @@ class SglangStandIn:
                 mock.patch("torch.distributed.is_initialized", return_value=True),
                 mock.patch("torch.distributed.get_rank", return_value=rank),
             ):
-                loader(worker, named)
+                try:
+                    loader(worker, named)
+                except Exception:
+                    self.has_ended = True
+                    raise
         self.is_cache_flushed = body.get("flush_cache", True)
         return 200, {"success": True, "message": "Success"}
 
@@ -198,6 +205,8 @@ class SglangStandIn:
                 for spec, bits in zip(weights.layout.tensors, weights.arrays, strict=True)
             )
             worker.pack()
+        if self.refuses_flush:
+            return 400, {"success": False, "message": "Weights were updated, but the cache was not flushed."}
         if body.get("weight_version") is not None and not self.forgets_label:
             self.weight_version = body["weight_version"]
         return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
@@ -212,38 +221,10 @@ def sglang_server() -> Iterator[SglangStandIn]:
     """A stand-in that answers on a port of this host."""
     state = SglangStandIn()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(*self._allowed(lambda: state.get(self.path)))
+    def answer(path: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]:
+        if state.token is not None and headers.get("authorization") != f"Bearer {state.token}":
+            return 401, {"error": "Unauthorized"}
+        return state.get(path) if body is None else state.post(path, body)
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            self._answer(*self._allowed(lambda: state.post(self.path, body)))
-
-        def _allowed(self, answer: Any) -> tuple[int, Any]:
-            if state.token is not None and self.headers.get("authorization") != f"Bearer {state.token}":
-                return 401, {"error": "Unauthorized"}
-            found: tuple[int, Any] = answer()
-            return found
-
-        def _answer(self, code: int, body: Any) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(code)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with json_server(answer) as state.url:
         yield state
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -1,5 +1,7 @@
 """An SGLang server as target, on a stand-in with the routes of release 0.5.23."""
 
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +17,7 @@ from deltasync.errors import EngineError, InvalidInputError
 from deltasync.feed.log import Log
 from deltasync.sglang import SglangTarget
 from deltasync.sglang.server import IN_PLACE_ROUTES, ROUTES, TOKEN
+from deltasync.sglang.target import UNKNOWN
 from deltasync.store import open_store
 
 ROUND = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
@@ -88,7 +91,7 @@ def test_a_server_that_was_restarted_loads_the_version_again(
         assert (tmp_path / "live").resolve() == folder, "the folder was right"
 
 
-@pytest.mark.parametrize("failure", ["refused", "other label", "gone"])
+@pytest.mark.parametrize("failure", ["refused", "other label", "half done", "gone"])
 def test_a_server_that_fails_is_reported_and_generates_on(
     tmp_path: Path, feed: str, server: SglangStandIn, failure: str
 ) -> None:
@@ -101,6 +104,8 @@ def test_a_server_that_fails_is_reported_and_generates_on(
             server.refusal = "derived weight caches exist"
         elif failure == "other label":
             server.forgets_label = True
+        elif failure == "half done":
+            server.refuses_flush = True
         else:
             target._server.url = "http://127.0.0.1:9"
         with pytest.raises(EngineError) as error:
@@ -108,15 +113,35 @@ def test_a_server_that_fails_is_reported_and_generates_on(
         expected = {
             "refused": "derived weight caches exist",
             "other label": "has the weights '0' after it loaded version 1",
+            "half done": "the cache was not flushed",
             "gone": "cannot be reached",
         }
         assert expected[failure] in error.value.message
         assert target.version is None
         assert server.paused is None
-        assert [route for route, _ in server.calls] == ([] if failure == "gone" else ROUND)
-        server.refusal, server.forgets_label, target._server.url = None, False, server.url
+        failed = [*ROUND[:2], "/update_weight_version", ROUND[2]]
+        assert [route for route, _ in server.calls] == ([] if failure == "gone" else failed)
+        if failure != "gone":
+            assert server.weight_version == UNKNOWN, "its weights may be those of version 0 or 1"
+        server.refusal, server.forgets_label, server.refuses_flush, target._server.url = None, False, False, server.url
         follower.advance()
         assert (target.version, server.digest) == (1, deltasync.digest(tmp_path / "c1").hex)
+
+
+def test_an_answer_that_is_not_http_is_a_failure_of_the_server(tmp_path: Path, feed: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            with listening.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"nonsense\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        target = SglangTarget(tmp_path / "live", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        with Follower(feed, target) as follower, pytest.raises(EngineError, match="cannot be reached: nonsense"):
+            follower.advance()
+        thread.join()
 
 
 def test_a_server_of_another_release_is_refused_before_anything_is_written(
@@ -166,6 +191,8 @@ def test_options_reach_the_server(
     ("options", "message"),
     [
         ({"server": "localhost:30000"}, "not the URL"),
+        ({"server": "http://user:secret@localhost:30000"}, r"^the URL of a server must not have a password"),
+        ({"server": "http://localhost:30000?key=secret"}, r"^the URL of a server must not have a password"),
         ({"pause": "in_place"}, "cannot flush"),
         ({"pause": "wait"}, "pause must be"),
         ({"load_s": 0}, "load_s must be above 0"),

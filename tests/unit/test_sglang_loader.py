@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from served_model import Served, changed, odd, tensors
+from served_model import Served, changed, odd, save, tensors
 from sglang_stand_in import SglangStandIn, sglang_server
 
 from deltasync import Follower
@@ -65,6 +65,7 @@ class Run:
         """Every worker has the bits that a server has that was started with these weights."""
         assert self.server.paused is None
         assert not self.server.is_session_open
+        assert not self.server.has_ended
         for model in self.server.workers:
             assert isinstance(model, Served)
             fresh = Served(rank=model.rank, size=model.size, odd=model._odd_again()).load(self.state.items())
@@ -141,6 +142,33 @@ def left_open(run: Run) -> None:
     assert run.server._session(is_open=True)[0] == 200
 
 
+def updated(run: Run) -> None:
+    """Something else has updated the weights of the server."""
+    run.server.weight_version = "other"
+    run.server.workers[0].norm.weight.data.zero_()  # type: ignore[attr-defined]
+
+
+def started_otherwise(run: Run) -> None:
+    """The server was started again, with more workers."""
+    run.server.workers = [served(rank=rank, size=2) for rank in range(2)]
+    run.server.restart()
+
+
+@pytest.mark.parametrize("happens", [updated, started_otherwise])
+def test_a_server_that_has_other_weights_loads_the_folder(
+    start: Callable[..., Run], happens: Callable[[Run], None]
+) -> None:
+    run = start()
+    run.advance()
+    happens(run)
+    run.step(1)
+    assert run.advance() == FROM_DISK
+    run.require_bits()
+    run.step(2)
+    assert run.advance() == IN_PLACE
+    run.require_bits()
+
+
 @pytest.mark.parametrize("happens", [forgetful, elsewhere])
 def test_a_worker_that_cannot_write_loads_the_folder(
     start: Callable[..., Run], caplog: pytest.LogCaptureFixture, happens: Callable[[Run], None]
@@ -184,6 +212,50 @@ def test_bits_that_are_not_those_written_are_damage(
     assert "are not those that were written" in caplog.text
     run.require_bits()
     assert run.target.version == 1
+
+
+def failing(*args: Any) -> Iterator[Any]:
+    raise RuntimeError("CUDA out of memory")
+
+
+def test_a_worker_that_fails_answers_and_does_not_end_the_server(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start()
+    run.advance()
+    run.step(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "_located", failing)
+        assert run.advance() == [*IN_PLACE[:-2], *FROM_DISK[1:]]
+    assert "CUDA out of memory" in caplog.text
+    run.require_bits()
+    run.step(2)
+    assert run.advance() == IN_PLACE
+
+
+def test_a_server_whose_weights_are_written_in_part_generates_nothing(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start([served(rank=rank, size=2) for rank in range(2)])
+    run.advance()
+    located = loader._located
+
+    def only_first(live: Any, path: Path) -> Iterator[Any]:
+        return failing() if live is loader._live[run.server.workers[1]] else located(live, path)  # type: ignore[index]
+
+    run.step(1)
+    run.server.refusal = "the disk cannot be read"
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "_located", only_first)
+        for _ in range(2):
+            with pytest.raises(EngineError, match="the disk cannot be read"):
+                run.advance()
+            assert run.server.paused is not None, "it would answer with weights of no version, and call them 0"
+            assert run.target.version is None
+    assert "stays paused" in caplog.text
+    run.server.refusal = None
+    assert run.advance() == FROM_DISK
+    run.require_bits()
 
 
 @pytest.mark.parametrize("change", [{"version": 7}, {"version": None}, {"layout": Layout(())}])
@@ -231,6 +303,23 @@ def derived() -> Served:
     return model
 
 
+def listed() -> Served:
+    model = served()
+    model.norm.derived = [torch.ones(8)]
+    return model
+
+
+def kept() -> Served:
+    class Method:
+        def __init__(self) -> None:
+            self.squared = torch.ones(8)
+
+    Method.__module__ = "sglang.srt.layers.quantization.base"
+    model = served()
+    model.norm.method = Method()
+    return model
+
+
 class Late(Served):
     def post_load_weights(self) -> None: ...
 
@@ -248,6 +337,8 @@ def late() -> Served:
         (lambda: served(names=("cast",)), tensors, None),
         (served, lambda: {**tensors(), "lm_head.weight": tensors()["embed.weight"]}, "'lm_head.weight'"),
         (derived, tensors, "'norm.squared' beside its parameters"),
+        (listed, tensors, "'norm.derived.0' beside its parameters"),
+        (kept, tensors, "'norm.method.squared' beside its parameters"),
         (late, tensors, "post_load_weights"),
         (aliased, tensors, "changed while the loader of the model was traced"),
     ],
@@ -269,6 +360,33 @@ def test_what_cannot_be_mapped_is_refused_by_name_at_the_start(
     assert torch.equal(fresh.view(torch.int16), run.state["norm.weight"].view(torch.int16)), (
         "the server has the version"
     )
+
+
+class Anew(Served):
+    """Its loader registers a parameter anew, as some loaders do with a bias."""
+
+    def load_weights(self, weights: Any) -> set[str]:
+        self.norm.weight = torch.nn.Parameter(torch.empty_like(self.norm.weight))
+        self.norm.is_loaded = True
+        return super().load_weights(weights)
+
+
+def test_tracing_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    state = tensors()
+    save(state, tmp_path / "model.safetensors")
+    model = served().load(state.items())
+    assert isinstance(model, Served)
+    model.__class__ = Anew
+    parameters, bits = dict(model.named_parameters()), model.bits()
+    request = Request("map", str(tmp_path), 0, "1").to_json()
+    loader.load(model, [(TENSOR_NAME, torch.tensor(list(request), dtype=torch.uint8))])
+    [path] = tmp_path.glob(".deltasync.answer.*")
+    answer = Answer.read(path)
+    assert answer.damaged is None
+    assert "'norm.weight'" in str(answer.refused)
+    assert not hasattr(model.norm, "is_loaded")
+    assert all(found is parameters[name] for name, found in model.named_parameters())
+    assert all(np.array_equal(found, bits[name]) for name, found in model.bits().items())
 
 
 def test_weights_in_another_form_than_the_checkpoint_are_refused(start: Callable[..., Run]) -> None:
@@ -315,6 +433,19 @@ def test_a_worker_that_cannot_answer_is_reported(
     assert "Permission denied" in caplog.text
     assert run.server.paused is None
     assert run.advance() == FROM_DISK
+    run.require_bits()
+
+
+def test_weights_that_were_changed_while_a_worker_was_traced_are_loaded_again(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other worker does not answer, so that nothing says that they were changed."""
+    write = Answer.write
+    run = start([aliased(), served()])
+    with monkeypatch.context() as patch:
+        patch.setattr(Answer, "write", lambda self, path: None if path.suffix == ".1" else write(self, path))
+        with pytest.raises(EngineError, match="did not answer"):
+            run.advance()
     run.require_bits()
 
 

@@ -9,7 +9,7 @@ import torch
 from served_model import Tensors, Workers, changed, changes_between, save, tensors, weights_of
 
 from deltasync.errors import CorruptError, EngineError, InvalidInputError, MismatchError
-from deltasync.torch import live as live_module
+from deltasync.torch import memory
 from deltasync.torch.probes import NamedTensors
 from deltasync.torch.stage import Segment, write_stage
 from deltasync.vllm import worker
@@ -172,7 +172,7 @@ def test_a_feed_of_another_type_than_the_model(size: int, old_type: torch.dtype,
 def test_a_flipped_bit_is_found_and_repaired(
     size: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_module, "_COMPARE_ELEMENTS", piece)
+    monkeypatch.setattr(memory, "_COMPARE_ELEMENTS", piece)
     state = tensors(0, "quantized")
     workers = Workers(state, size=size, odd_names=["quantized"])
     known = described(workers, state)

@@ -3,7 +3,7 @@
 import base64
 import pickle
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,13 @@ class InPlace:
         """
         with self._session():
             answers = self._ask("map", folder, there, staged)
-        refused = [answer.refused or answer.damaged for answer in answers if answer.refused or answer.damaged]
-        if not refused:
+        failed = _failures(answers)
+        if not failed:
             # The end of a session lets SGLang process weights: they must be the same ones afterwards.
             with self._session():
-                compared = self._ask("compare", folder, there, staged)
-            refused = [answer.refused for answer in compared if answer.refused]
-        if refused:
-            raise MismatchError(f"{self._server.name} cannot be written in place: {refused[0]}", rule="sglang.map")
+                failed = _failures(self._ask("compare", folder, there, staged))
+        for _, reason in failed:
+            raise MismatchError(f"{self._server.name} cannot be written in place: {reason}", rule="sglang.map")
         ranks = [{name: [Copy.from_json(c) for c in held] for name, held in a.copies.items()} for a in answers]
         for spec in staged.weights.layout.tensors:
             if not is_covered(spec.elements, [rank.get(spec.name, []) for rank in ranks]):
@@ -92,15 +91,12 @@ class InPlace:
         """
         with self._session():
             answers = self._ask("write", folder, there, staged, flushes=flushes)
-        for rank, answer in enumerate(answers):
-            if answer.refused or answer.damaged:
-                raise EngineError(
-                    f"worker {rank} of {self._server.name} has not written version {staged.version}: "
-                    f"{answer.refused or answer.damaged}",
-                    version=staged.version,
-                )
-        named = {"new_version": str(staged.version), "abort_all_requests": False}
-        self._server.ask("/update_weight_version", named)
+        for rank, reason in _failures(answers):
+            raise EngineError(
+                f"worker {rank} of {self._server.name} has not written version {staged.version}: {reason}",
+                version=staged.version,
+            )
+        self._server.name_weights(str(staged.version))
 
     @contextmanager
     def _session(self) -> Iterator[None]:
@@ -134,3 +130,9 @@ class InPlace:
         finally:
             for path in paths:
                 path.unlink(missing_ok=True)
+
+
+def _failures(answers: Sequence[Answer]) -> list[tuple[int, str]]:
+    """The ranks that have not done what they were asked to, and why."""
+    reasons = [(rank, answer.refused or answer.damaged) for rank, answer in enumerate(answers)]
+    return [(rank, reason) for rank, reason in reasons if reason is not None]

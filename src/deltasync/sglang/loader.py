@@ -25,8 +25,7 @@ from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Weights
 from deltasync.sglang.exchange import CHANGES_NAME, TENSOR_NAME, Answer, Request
 from deltasync.torch.copies import Copy
-from deltasync.torch.live import count_differing, from_mapped
-from deltasync.torch.memory import Memory
+from deltasync.torch.memory import Memory, count_differing, from_mapped
 from deltasync.torch.probes import Build, NamedTensors, explain, layer_of
 from deltasync.torch.stage import read_stage
 from deltasync.torch.tensors import torch_dtype
@@ -58,7 +57,7 @@ class _DamagedError(MismatchError):
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Do what `deltasync follow --only-changes` asks for, and leave an answer. SGLang has paused the engine.
 
-    InvalidInputError, before anything is done, for other tensors. A refusal is an answer, not an exception:
+    InvalidInputError, before anything is done, for other tensors. What fails after that is an answer, not an exception:
     SGLang would end the server.
     """
     if [name for name, _ in named_tensors] != [TENSOR_NAME]:
@@ -76,6 +75,11 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         answer = Answer(damaged=str(error))
     except DeltasyncError as error:
         answer = Answer(refused=str(error))
+    # A device may have no memory left, or a disk may fail: how far the action came is not known.
+    except Exception as error:
+        logger.exception("version %d: %s failed", request.version, request.action)
+        _live.pop(model, None)
+        answer = Answer(damaged=f"{type(error).__name__}: {error!s:.500}")
     for reason in filter(None, (answer.refused, answer.damaged)):
         logger.error("version %d: %s", request.version, reason)
     try:
@@ -195,14 +199,17 @@ def _require_no_derived(model: torch.nn.Module, memory: Memory) -> None:
 
     A module that has no weights in it, such as a rotary embedding, can compute nothing from them.
     """
-    held = {name for name, module in model.named_modules() if any(True for _ in module.parameters())}
+    modules = dict(model.named_modules(remove_duplicate=False))
     parameters = {path for path, _ in model.named_parameters(remove_duplicate=False)}
     for span in memory.spans:
         if span.is_parameter or not span.flat.is_floating_point():
             continue
         for path in span.views:
+            # The tensor may be in a list or an object that the module has.
             owner = path.rpartition(".")[0]
-            if path not in parameters and owner in held:
+            while owner not in modules:
+                owner = owner.rpartition(".")[0]
+            if path not in parameters and any(True for _ in modules[owner].parameters()):
                 raise MismatchError(
                     f"the model holds {path!r:.200} beside its parameters, which may be computed from them",
                     rule="sglang.derived",
@@ -249,8 +256,16 @@ def _twin_of(model: Any, paths: set[str]) -> Build:
 
 @contextmanager
 def _without_live(model: torch.nn.Module, paths: set[str]) -> Iterator[dict[str, torch.Tensor]]:
-    """Give all tensors of a model other data: those at `paths` a copy on the host, the others nothing at all."""
+    """Give all tensors of a model other data: those at `paths` a copy on the host, the others nothing at all.
+
+    Afterwards every module has what it had before: some loaders register parameters anew, or keep what they compute.
+    """
     tensors = _tensors(model)
+    before = [
+        (held, dict(held))
+        for module in model.modules()
+        for held in (module.__dict__, module._parameters, module._buffers, module._modules)
+    ]
     data = {id(tensor): (tensor, tensor.data) for tensor in tensors.values()}
     wanted = {id(tensors[path]) for path in paths}
     copies: dict[str, torch.Tensor] = {}
@@ -262,6 +277,10 @@ def _without_live(model: torch.nn.Module, paths: set[str]) -> Iterator[dict[str,
     finally:
         for tensor, live in data.values():
             tensor.data = live
+        for held, items in before:
+            if list(held) != list(items) or any(held[name] is not item for name, item in items.items()):
+                held.clear()
+                held.update(items)
 
 
 def _served_dtype(model: torch.nn.Module) -> torch.dtype:

@@ -1,9 +1,11 @@
 """The HTTP routes of an SGLang server that concern weights."""
 
+import http.client
 import json
 import logging
 import os
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +22,7 @@ Routes = Mapping[str, Mapping[str, object]]
 ROUTES: Routes = {
     "/pause_generation": {"mode": "retract"},
     "/update_weights_from_disk": {"model_path": "", "weight_version": "", "flush_cache": True},
+    "/update_weight_version": {"new_version": "", "abort_all_requests": False},
     "/continue_generation": {},
 }
 """The routes that are called, with the fields of their bodies, as SGLang 0.5.23 has them. `/model_info` is read."""
@@ -33,7 +36,6 @@ IN_PLACE_ROUTES: Routes = {
         "selector": "target",
     },
     "/end_weight_update": {},
-    "/update_weight_version": {"new_version": "", "abort_all_requests": False},
 }
 """The routes that are called in addition to write in place. `/server_info` is read."""
 
@@ -47,6 +49,13 @@ class SglangServer:
     def __init__(self, url: str) -> None:
         if not url.startswith(("http://", "https://")):
             raise InvalidInputError(f"{url!r:.80} is not the URL of a server", hint="http://127.0.0.1:30000")
+        parts = urllib.parse.urlsplit(url)
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            # The URL is in logs and heartbeats, and may contain a secret: the message does not repeat it.
+            raise InvalidInputError(
+                "the URL of a server must not have a password, a query or a fragment",
+                hint=f"set {TOKEN} to its API key",
+            )
         self.url = url.rstrip("/")
 
     @property
@@ -62,6 +71,10 @@ class SglangServer:
                 hint="SGLang 0.5.23 does; is this its server?",
             )
         return label
+
+    def name_weights(self, label: str) -> None:
+        """Let the server call the weights that it has by another name."""
+        self.ask("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     def require(self, routes: Routes) -> None:
         """InvalidInputError if the server's own description lacks one of these routes, or a field of its body."""
@@ -105,7 +118,7 @@ class SglangServer:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, _parsed(error.read(_ANSWER_BYTES_MAX))
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{self.name} cannot be reached: {error}", hint="is the server up?") from error
 
     def _refused(self, route: str, answer: Mapping[str, Any], code: int) -> EngineError:

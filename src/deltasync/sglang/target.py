@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from deltasync import arguments, blocks
 from deltasync.checkpoint import open_checkpoint
-from deltasync.errors import DeltasyncError, EngineError, InvalidInputError, MismatchError
+from deltasync.errors import DeltasyncError, EngineError, InvalidInputError
 from deltasync.format.weights import Weights
 from deltasync.replica.folder import FolderTarget
 from deltasync.replica.target import Damage, Staged
@@ -33,6 +33,12 @@ PAUSES: tuple[Pause, ...] = get_args(Pause)
 
 _LOOK_S = 5.0
 """How often the server is asked which weights it has."""
+
+UNKNOWN = "unknown"
+"""What a server calls its weights after it failed to load a version: they may be the old ones or the new ones."""
+
+_Held = Literal["version", "unknown", "torn"]
+"""What the memory of the server holds: the version that it names; one version or the other; none."""
 
 
 class SglangTarget(FolderTarget):
@@ -75,6 +81,7 @@ class SglangTarget(FolderTarget):
         self._only_changes = only_changes
         self._in_place: InPlace | None = None
         self._clock = clock
+        self._held: _Held = "version"
         self._live: int | None = None
         self._looked_s: float | None = None
         self._is_checked = False
@@ -87,8 +94,8 @@ class SglangTarget(FolderTarget):
     @property
     def version(self) -> int | None:
         """The version that the server has; None if it has another one, cannot be reached, or was not asked to load."""
-        folder = super().version
-        if self._live is None or folder != self._live:
+        folder, live = super().version, self._live
+        if live is None or folder != live:
             return None
         now_s = self._clock()
         if self._looked_s is None or now_s - self._looked_s >= _LOOK_S:
@@ -98,17 +105,17 @@ class SglangTarget(FolderTarget):
             except EngineError as error:
                 logger.warning("%s", error)
                 return None
-            if label != str(self._live):
-                logger.warning(
-                    "%s has the weights %r, not version %d: it is loaded again", self.engine, label, self._live
-                )
+            # Another thread may have switched the server to the next version in the meantime.
+            if label != str(live) and live == self._live:
+                logger.warning("%s has the weights %r, not version %d: it is loaded again", self.engine, label, live)
                 self._live = None
         return self._live
 
     def stage(self, staged: Staged) -> bool:
         """Write and prove the folder. EngineError, before anything is written, if the server cannot be reached."""
+        # A server that was started again may have been started in another way.
+        self._is_checked &= self._label() == str(self._live)
         self._require()
-        self._label()
         current = self._current()
         if staged.changes is None and current is not None and super().version == staged.version:
             # The server was restarted, or failed: the folder may be right already.
@@ -125,10 +132,12 @@ class SglangTarget(FolderTarget):
         return is_proved
 
     def commit(self, staged: Staged) -> float:
-        """Pause the server, let it load the folder or what changed, and let it go on, whether that succeeded or not.
+        """Pause the server, let it load the folder or what changed, and let it go on.
 
-        EngineError with the server's own message if it refuses. MismatchError, with what cannot be mapped, if the model
-        is none that can be written in place; the server has the version then.
+        EngineError with the server's own message if it refuses. It goes on then, with weights that it calls `UNKNOWN`.
+        Only if what changed may be written in part, it stays paused until it has loaded a version.
+        MismatchError, with what cannot be mapped, if the model is none that can be written in place; the server has the
+        version then.
         """
         self._live, self._elements = None, staged.manifest.elements
         since = self._clock()
@@ -139,41 +148,68 @@ class SglangTarget(FolderTarget):
                 self._load(staged)
             label = self._label()
             if label != str(staged.version):
+                self._held = "unknown"
                 raise EngineError(
                     f"{self.engine} has the weights {label!r:.80} after it loaded version {staged.version}",
                     version=staged.version,
                     hint="does something else update its weights?",
                 )
         finally:
-            self._server.ask("/continue_generation", {})
+            self._go_on()
         self._live, self._looked_s = staged.version, self._clock()
         return self._clock() - since
 
+    def _go_on(self) -> None:
+        if self._held == "torn":
+            logger.error("%s stays paused: its weights are of no version until it has loaded one", self.engine)
+            return
+        if self._held == "unknown":
+            self._server.name_weights(UNKNOWN)
+            self._held = "version"
+        self._server.ask("/continue_generation", {})
+
     def _is_written(self, staged: Staged) -> bool:
         """Write what changed, if that is possible. Whatever fails there, loading the whole folder puts right."""
-        if self._in_place is None or staged.changes is None:
+        if self._in_place is None or staged.changes is None or self._held == "torn":
             return False
+        label = self._label()
+        if label != str(staged.start):
+            logger.warning("%s has the weights %r, not version %s: it loads all", self.engine, label, staged.start)
+            return False
+        self._held = "torn"
         try:
             self._in_place.write(self._path, self._path_there, staged, flushes=not self._keeps_cache)
-        except EngineError as error:
+        except DeltasyncError as error:
             logger.warning("%s: it loads the whole folder now", error)
             return False
+        self._held = "version"
         return True
 
     def _load(self, staged: Staged) -> None:
+        """Load the whole folder, and let the workers map it if later versions are to be written in place."""
+        self._load_folder(staged)
+        if self._in_place is None:
+            return
+        # A loader that does more than to load may change live weights while it is traced.
+        self._held = "torn"
+        try:
+            self._in_place.map(self._path, self._path_there, staged)
+        except DeltasyncError:
+            self._load_folder(staged)
+            raise
+        self._held = "version"
+
+    def _load_folder(self, staged: Staged) -> None:
         body = {
             "model_path": self._path_there,
             "weight_version": str(staged.version),
             "flush_cache": not self._keeps_cache,
         }
+        if self._held == "version":
+            # SGLang may fail after it has loaded all, and its roll-back reads the new folder.
+            self._held = "unknown"
         self._server.ask("/update_weights_from_disk", body, timeout_s=self._load_s)
-        if self._in_place is not None:
-            try:
-                self._in_place.map(self._path, self._path_there, staged)
-            except MismatchError:
-                # A loader that does more than to load may have changed live weights while it was traced.
-                self._server.ask("/update_weights_from_disk", body, timeout_s=self._load_s)
-                raise
+        self._held = "version"
 
     def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
         """Compare the folder. A folder that was damaged is loaded again; the server's memory cannot be compared."""

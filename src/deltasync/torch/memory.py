@@ -1,26 +1,36 @@
 """In the worker processes: all memory that a model can reach, as spans that are named and compared by path.
 
-Parameters, buffers and tensors in plain attributes count alike: engines keep derived weights in all three.
+Parameters, buffers and tensors in plain attributes count alike: engines keep derived weights in all three. Through the
+map, spans are compared with a checkpoint, bit by bit.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
-from deltasync.torch.tensors import as_bits
+from deltasync.format.layout import TensorSpec
+from deltasync.format.weights import Bits
+from deltasync.torch.copies import Copy
+from deltasync.torch.tensors import as_bits, bits_type, torch_dtype
 
 _DEPTH = 6
 """How many objects deep attributes are followed, beginning at a module."""
+_ENGINES = re.compile(r"(vllm|sglang(?!\.srt\.distributed))(\.|$)")
+"""The modules whose objects are looked into: those of engines, but not groups of processes, which have buffers."""
 _CACHES = frozenset({"kv_cache"})
 """Attributes that hold the state of requests, not of the model."""
 _ADAPTERS = "lora_"
 """How the attributes of adapter layers begin. Adapters are weights of their own, which no base model determines."""
 _WRAPPER = ".base_layer"
 """What vLLM adds to the names of modules that adapters wrap, after they are loaded."""
+_COMPARE_ELEMENTS = 1 << 24
+"""Elements that are compared in one call, which bounds the temporary memory on an accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +136,7 @@ def _inside(path: str, key: str, value: Any, depth: int, seen: set[int]) -> Iter
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a container, a function or an object of vLLM holds, with the name of each."""
+    """What a container, a function or an object of an engine holds, with the name of each."""
     if isinstance(value, list | tuple):
         yield from ((str(i), item) for i, item in enumerate(value))
     elif isinstance(value, dict):
@@ -138,7 +148,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         yield from ((name, cell.cell_contents) for name, cell in cells if _is_set(cell))
-    elif type(value).__module__.split(".")[0] == "vllm" and "Config" not in type(value).__name__:
+    elif _ENGINES.match(type(value).__module__) and "Config" not in type(value).__name__:
         slots = (s for kind in type(value).__mro__ for s in getattr(kind, "__slots__", ()))
         yield from ((s, getattr(value, s)) for s in slots if hasattr(value, s))
         yield from getattr(value, "__dict__", {}).items()
@@ -156,3 +166,43 @@ def _elements(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
+
+
+# Live memory beside a checkpoint
+
+
+def pair(spans: Sequence[Span], copy: Copy, spec: TensorSpec, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
+    """The live elements of a copy and the wanted ones, which are cast as engines cast them if the live type differs."""
+    flat = spans[copy.storage].flat
+    live = flat.as_strided(copy.shape, copy.target_strides, copy.target + int(flat.storage_offset()))
+    wanted = as_tensor(spec, bits).reshape(-1).as_strided(copy.shape, copy.source_strides, copy.source)
+    return live, wanted if wanted.dtype == live.dtype else wanted.to(live.dtype)
+
+
+def count_differing(spans: Sequence[Span], copies: Iterable[Copy], spec: TensorSpec, bits: Bits) -> int:
+    """How many live elements of these copies are not those of a tensor."""
+    count = 0
+    for copy in copies:
+        live, wanted = pair(spans, copy, spec, bits)
+        rows = max(1, _COMPARE_ELEMENTS * len(live) // copy.elements)
+        for first in range(0, len(live), rows):
+            here, there = live[first : first + rows], wanted[first : first + rows]
+            there = there.to(here.device)
+            is_other = here.view(bits_type(here)) != there.view(bits_type(there))
+            if torch_dtype(spec.dtype) != here.dtype:
+                # The bits of a NaN after a cast depend on the strides of the elements.
+                is_other &= ~(here.isnan() & there.isnan())
+            count += int(is_other.sum())
+    return count
+
+
+def as_tensor(spec: TensorSpec, bits: Bits) -> torch.Tensor:
+    """A tensor of a checkpoint over the bits of a mapped file, which must not be written to."""
+    return from_mapped(bits).view(torch_dtype(spec.dtype)).view(spec.shape)
+
+
+def from_mapped(bits: Bits) -> torch.Tensor:
+    """A tensor of signed integers over the bits of a mapped file, which must not be written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(bits.view(f"i{bits.dtype.itemsize}"))

@@ -18,8 +18,7 @@ from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.weights import Bits, Region, Weights
 from deltasync.kernels import kernels
 from deltasync.torch.copies import Copy
-from deltasync.torch.live import as_tensor, count_differing, from_mapped, pair
-from deltasync.torch.memory import Memory
+from deltasync.torch.memory import Memory, as_tensor, count_differing, from_mapped, pair
 from deltasync.torch.probes import NamedTensors, explain
 from deltasync.torch.stage import SEGMENT_ELEMENTS, Segment, read_stage
 from deltasync.torch.tensors import as_bits

@@ -23,12 +23,12 @@ import ray
 import torch
 
 from deltasync import arguments
-from deltasync.errors import EngineError, InvalidInputError
+from deltasync.errors import EngineError, InvalidInputError, StoreError
 from deltasync.feed.log import Log
 from deltasync.format.manifest import Manifest
-from deltasync.replica.fleet import replica_states
+from deltasync.replica.fleet import serving
 from deltasync.store import opened
-from deltasync.torch.held import HeldVersion, publication_numbers, require_methods
+from deltasync.torch.held import HeldVersion, floating_type, publication_numbers, require_methods
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.publisher import PublisherOptions
 
@@ -96,11 +96,8 @@ class DeltasyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         release_after_refit: bool = False,
     ) -> None:
         self.bucket_size = arguments.whole_number("bucket_size", bucket_size, least=1)
-        cast = None if dtype is None else getattr(torch, dtype, None)
-        if dtype is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
-            raise InvalidInputError(f"dtype must be the name of a floating-point type of torch, not {dtype!r:.40}")
         self._feed = feed
-        self._dtype = cast
+        self._dtype = floating_type(dtype)
         self._wait_s = arguments.seconds("wait_s", wait_s, is_zero_allowed=False)
         self._held = HeldVersion(feed, wait_s=wait_s, device=device)
         self._publisher: Publisher | None = None
@@ -251,15 +248,21 @@ class DeltasyncWeightSynchronizer(WeightSynchronizer):  # type: ignore[misc]
     def _await_replicas(self, log: Log, manifest: Manifest) -> None:
         until_s = time.monotonic() + self._wait_s
         while self._replicas:
-            states = [state for state in replica_states(log, manifest) if state.is_live]
-            current = [state for state in states if state.version is not None and state.version >= manifest.version]
-            if len(current) >= self._replicas:
+            try:
+                live = serving(log)
+            except StoreError as error:
+                if not error.transient or time.monotonic() > until_s:
+                    raise
+                time.sleep(_POLL_S)
+                continue
+            late = [f"{beat.replica} (version {version})" for version, beat in live if version < manifest.version]
+            current = len(live) - len(late)
+            if current >= self._replicas:
                 return
             if time.monotonic() > until_s:
-                late = ", ".join(f"{s.id} (version {s.version})" for s in states if s not in current) or "none"
                 raise EngineError(
-                    f"{len(current)} of {self._replicas} replicas serve version {manifest.version} after "
-                    f"{self._wait_s:g} s; others that are live: {late:.200}",
+                    f"{current} of {self._replicas} replicas serve version {manifest.version} after "
+                    f"{self._wait_s:g} s; others that are live: {', '.join(late) or 'none':.200}",
                     version=manifest.version,
                     hint="`deltasync status` lists them",
                 )

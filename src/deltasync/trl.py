@@ -19,8 +19,9 @@ from typing import Protocol
 import torch
 
 from deltasync.errors import DeltasyncError, InvalidInputError, StoreError
-from deltasync.feed.log import LIVE_S, RELAY_ENGINE, Log, is_live
+from deltasync.feed.log import LIVE_S, Log
 from deltasync.format.sealed import Heartbeat
+from deltasync.replica.fleet import serving
 from deltasync.store import Feed, opened
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.events import Publication
@@ -35,20 +36,6 @@ _POLL_MOST_S = 2.0
 
 _CHECK = "check the replicas; one that has died no longer counts after `live_s`"
 _START = "start a replica that follows this feed, such as `deltasync serve`, and check its log"
-
-
-def serving(log: Log, *, live_s: float = LIVE_S, clock: Callable[[], float] = time.time) -> list[tuple[int, Heartbeat]]:
-    """Versions and heartbeats of the live replicas that serve one, the slowest first.
-
-    Live: the heartbeat is younger than `live_s`. A replica without a version makes no rollouts and is left out, and so
-    is a relay, and a replica with a version that this feed does not have, or has with another digest.
-    """
-    now_unix_s = clock()
-    beats = [beat for beat in log.heartbeats() if beat.facts.get("engine") != RELAY_ENGINE]
-    live = [beat for beat in beats if is_live(beat, now_unix_s, live_s=live_s)]
-    compared = zip(live, log.compare(live), strict=True)
-    replicas = [(b.version, b) for b, has_digest in compared if b.version is not None and has_digest is not False]
-    return sorted(replicas, key=lambda pair: (pair[0], pair[1].replica))
 
 
 def wait_for_replicas(

@@ -15,7 +15,7 @@ import torch
 
 from deltasync import arguments
 from deltasync.errors import InvalidInputError
-from deltasync.torch.held import HeldVersion, publication_numbers, require_methods
+from deltasync.torch.held import HeldVersion, floating_type, publication_numbers, require_methods
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.publisher import PublisherOptions
 
@@ -79,7 +79,7 @@ class DeltasyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
         self.bucket_size = bucket_size
         self.is_master = is_master
         self._feed = feed
-        self._dtype = None if dtype is None else _floating(dtype)
+        self._dtype = floating_type(dtype)
         self._wait_s = arguments.seconds("wait_s", wait_s, is_zero_allowed=False)
         self._publisher: Publisher | None = None
         self._held = HeldVersion(feed, wait_s=wait_s, device=device)
@@ -166,13 +166,6 @@ class DeltasyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
         if publisher is not None:
             publisher.close()
         self._held.close()
-
-
-def _floating(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InvalidInputError(f"dtype must be the name of a floating-point type of torch, not {name!r:.40}")
-    return dtype
 
 
 async def _exhaust(weights: Any) -> None:

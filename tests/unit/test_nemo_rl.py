@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ import torch
 
 from deltasync import Follower
 from deltasync.errors import EngineError, InvalidInputError, NotFoundError
-from deltasync.feed.log import Log
+from deltasync.feed.log import RELAY_ENGINE, Log
+from deltasync.format.sealed import Heartbeat
 from deltasync.store import open_store
 from deltasync.torch import ModuleTarget
 
@@ -272,6 +274,8 @@ def test_too_few_replicas_are_an_error_that_names_the_others(tmp_path: Path, mod
     feed, policy = str(tmp_path / "feed"), Policy(module, 1)
     synchronizer = module.DeltasyncWeightSynchronizer(policy, feed=feed, replicas=1, wait_s=3)
     synchronizer.init_communicator()
+    for name, facts in (("relay", {"engine": RELAY_ENGINE}), ("stranger", {"engine": "torch", "digest": "0" * 32})):
+        Log(open_store(feed)).beat(Heartbeat(name, 0, int(time.time()), facts))
     with pytest.raises(EngineError, match=r"0 of 1 replicas serve version 0 .* live: none"):
         synchronizer.sync_weights()
     assert synchronizer.is_stale

@@ -10,9 +10,10 @@ from deltasync.feed.log import LIVE_S, RELAY_ENGINE, Log
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import Heartbeat
+from deltasync.replica.fleet import serving
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import ObjectInfo
-from deltasync.trl import serving, wait_for_replicas
+from deltasync.trl import wait_for_replicas
 
 NOW_S = 1_700_000_000
 

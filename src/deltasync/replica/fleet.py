@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from deltasync.feed.log import Log, is_live
+from deltasync.feed.log import LIVE_S, RELAY_ENGINE, Log, is_live
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import Heartbeat, is_decimal
 from deltasync.replica.events import Seconds
@@ -75,6 +75,20 @@ def replica_state(beat: Heartbeat, head: Manifest, has_digest: bool | None, now_
         proved_version=version,
         proved_age_s=None if unix_s is None else max(0, int(now_unix_s) - unix_s),
     )
+
+
+def serving(log: Log, *, live_s: float = LIVE_S, clock: Callable[[], float] = time.time) -> list[tuple[int, Heartbeat]]:
+    """Versions and heartbeats of the live replicas that serve one, the slowest first.
+
+    Live: the heartbeat is younger than `live_s`. A replica without a version makes no rollouts and is left out, and so
+    is a relay, and a replica with a version that this feed does not have, or has with another digest.
+    """
+    now_unix_s = clock()
+    beats = [beat for beat in log.heartbeats() if beat.facts.get("engine") != RELAY_ENGINE]
+    live = [beat for beat in beats if is_live(beat, now_unix_s, live_s=live_s)]
+    compared = zip(live, log.compare(live), strict=True)
+    replicas = [(b.version, b) for b, has_digest in compared if b.version is not None and has_digest is not False]
+    return sorted(replicas, key=lambda pair: (pair[0], pair[1].replica))
 
 
 def phase_seconds(beat: Heartbeat) -> dict[str, float]:

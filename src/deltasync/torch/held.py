@@ -1,4 +1,4 @@
-"""What checkpoint engines share: `HeldVersion`, one version as torch tensors; the check of a base class; numbers."""
+"""What checkpoint engines share: one version as torch tensors, `HeldVersion`; checks of settings and base classes."""
 
 import inspect
 import time
@@ -34,12 +34,13 @@ class HeldVersion:
         self._device = device
         self._resources = ExitStack()
         self._log: Log | None = None
-        self._version: int | None = None
+        self._manifest: Manifest | None = None
+        """Of the version that the weights are proved to have."""
         self._weights: Weights | None = None
 
     def close(self) -> None:
         """Release the feed and the memory."""
-        self._log = self._version = self._weights = None
+        self._log = self._manifest = self._weights = None
         self._resources.close()
 
     def head(self) -> int | None:
@@ -54,8 +55,11 @@ class HeldVersion:
         """
         log = self._open()
         target = log.require_head() if version is None else self._committed(log, version)
-        if self._version == target.version:
-            return target
+        if self._manifest is not None and self._manifest.version == target.version:
+            if self._manifest.digest == target.digest:
+                return target
+            # The feed was made anew, or rolled back, and has other weights under the same number.
+            self._manifest = None
 
         def attempt(plan: Plan) -> None:
             start = None
@@ -66,16 +70,16 @@ class HeldVersion:
             weights = self._weights
             if weights is None:
                 raise InvalidInputError("there are no weights to change")
-            self._version = None
+            self._manifest = None
             replay(log, plan, weights, base=None if start is None else start.base)
-            self._version = target.version
+            self._manifest = target
 
-        with_fallback(log, target, attempt, start=lambda: self._version)
+        with_fallback(log, target, attempt, start=lambda: None if self._manifest is None else self._manifest.version)
         return target
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of all tensors: a caller may keep one for longer than the version is held."""
-        if self._weights is None or self._version is None:
+        if self._weights is None or self._manifest is None:
             raise InvalidInputError("no version is held", hint="call advance first")
         device = self._device
         if device is None:
@@ -112,6 +116,14 @@ def publication_numbers(manifest: Manifest) -> dict[str, float]:
         "deltasync/bytes": float(manifest.nbytes),
         "deltasync/changed_share": share,
     }
+
+
+def floating_type(name: str | None) -> torch.dtype | None:
+    """The floating-point type of torch that a setting names; None for None."""
+    dtype = None if name is None else getattr(torch, name, None)
+    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidInputError(f"dtype must be the name of a floating-point type of torch, not {name!r:.40}")
+    return dtype
 
 
 def require_methods(base: type, expected: Mapping[str, list[str]], *, framework: str, hint: str) -> None:

@@ -129,6 +129,14 @@ MUTANTS = (
         killers=("tests/unit/test_vllm_probes.py::test_what_a_loader_does_is_found_out",),
     ),
     Mutant(
+        name="salts-of-one-queue",
+        harm="With DELTASYNC_CACHE=keep and vLLM 0.30, requests that waited for a grammar reuse KV of older weights.",
+        path="src/deltasync/vllm/releases.py",
+        old='    waiting = [*scheduler.waiting, *getattr(scheduler, "skipped_waiting", ())]\n',
+        new="    waiting = [*scheduler.waiting]\n",
+        killers=("tests/unit/test_vllm_caches.py::test_requests_in_the_second_queue_of_older_releases_are_salted",),
+    ),
+    Mutant(
         name="stage-of-another-rank",
         harm="A worker writes the changes of another rank into its shard.",
         path="src/deltasync/vllm/worker.py",

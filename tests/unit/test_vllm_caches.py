@@ -4,6 +4,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from deltasync.vllm import caches
 from deltasync.vllm.caches import CacheSalts, renew_salt
 
@@ -15,6 +17,7 @@ class Request:
     request_id: str
     cache_salt: str | None = None
     num_output_tokens: int = 0
+    num_computed_tokens: int = 0
     block_hashes: list[Any] = field(default_factory=lambda: ["old"])
 
     def update_block_hashes(self) -> None:
@@ -99,6 +102,27 @@ def test_only_requests_with_tokens_keep_their_salt() -> None:
     assert all(request.block_hashes == [("hash", request.cache_salt)] for request in scheduler.waiting)
     assert scheduler.prev_step_scheduled_req_ids == {"begun"}
     assert scheduler.is_reset
+
+
+def test_requests_in_the_second_queue_of_older_releases_are_salted() -> None:
+    """Before 0.32, requests that wait for a grammar are there."""
+    scheduler = Scheduler([], [Request("waiting", "old:")])
+    skipped = Request("skipped", "old:x")
+    # A session that waits for its next input: its KV was computed with the old weights.
+    session = Request("session", "old:y", num_output_tokens=5, num_computed_tokens=9)
+    scheduler.skipped_waiting = [skipped, session]  # type: ignore[attr-defined]
+    renew_salt(Core(scheduler), "new")
+    assert [request.cache_salt for request in (*scheduler.waiting, skipped, session)] == ["new:", "new:x", "old:y"]
+    assert session.block_hashes == ["old"]
+
+
+def test_a_scheduler_of_another_release_is_refused_without_any_request() -> None:
+    class Other(Scheduler):
+        def _preempt_request(self, request: Request) -> None:  # type: ignore[override]
+            """One that takes no time."""
+
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        renew_salt(Core(Other([], [])), "new")
 
 
 def test_requests_that_are_started_again_stay_in_their_order() -> None:

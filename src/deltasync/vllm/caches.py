@@ -12,9 +12,12 @@ So a block with the current salt was computed with the current weights, and an a
 server of this version would give.
 """
 
+import inspect
 import secrets
 import time
 from typing import Any
+
+from deltasync.vllm.releases import waiting_requests
 
 _RENEW = "deltasync_renew_salt"
 """The method of vLLM's engine core. The API server calls methods of the core by their names."""
@@ -50,11 +53,14 @@ def install(engine_core: Any) -> None:
 def renew_salt(core: Any, salt: str) -> None:
     """Salt all requests of a paused engine core that hold no KV, and start those anew that have no token yet."""
     scheduler, now_s = core.scheduler, time.monotonic()
+    # The first call is at the start of the server. A release with another scheduler is refused then, not at a switch.
+    inspect.signature(scheduler._preempt_request).bind(None, now_s, drop_stale_output=True)
+    started = scheduler.prev_step_scheduled_req_ids
     for request in [request for request in reversed(scheduler.running) if request.num_output_tokens == 0]:
         scheduler.running.remove(request)
         scheduler._preempt_request(request, now_s, drop_stale_output=True)
-        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-    for request in scheduler.waiting:
+        started.discard(request.request_id)
+    for request in waiting_requests(scheduler):
         request.cache_salt = _salted(salt, (request.cache_salt or "").partition(":")[2])
         request.block_hashes.clear()
         request.update_block_hashes()

@@ -169,6 +169,30 @@ def test_a_mirror_that_does_not_fit_into_shared_memory(place: Path, monkeypatch:
     assert "--mirror FILE" in str(caught.value.hint)
 
 
+KEEPING = """
+import os
+from pathlib import Path
+from deltasync.cli.serve import Launch, with_model
+from deltasync.errors import InvalidInputError
+from deltasync.files import locked
+
+mirror = Path(with_model(Launch(("python",), os.environ), trust_code=False).environment["DELTASYNC_MIRROR"])
+try:
+    with locked(mirror):
+        print("complete" if mirror.exists() else "not begun")
+except InvalidInputError:
+    print("locked")
+"""
+
+
+def test_the_mirror_is_being_filled_before_the_server_starts(place: Path) -> None:
+    """So that its workers wait for that, and nothing writes to the mirror while they load from it."""
+    publish()
+    command = [sys.executable, "-c", KEEPING]
+    done = subprocess.run(command, env={**os.environ, **FEED}, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout in ("locked\n", "complete\n")
+
+
 # --- The whole command ------------------------------------------------------------------------------------------------
 
 SERVER = """
@@ -226,6 +250,19 @@ def test_a_server_that_is_killed_leaves_nothing(place: Path, number: signal.Sign
         # All of its group, as a terminal or a supervisor does it.
         os.killpg(process.pid, number)
         process.wait(LONG_S)
+        wait_until(lambda: not home.exists())
+
+
+def test_a_signal_for_all_processes_of_a_service_leaves_nothing(place: Path) -> None:
+    """A supervisor sends it to the process that keeps the folder, too."""
+    publish()
+    with served(place) as (process, options, _):
+        home = Path(options["--model"]).parent
+        [keeper] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(int(keeper), number)
+        process.terminate()
+        process.wait(60)
         wait_until(lambda: not home.exists())
 
 

@@ -409,18 +409,28 @@ class Mirror:
                 os.replace(temporary, _record_path(self.path))
 
 
-def fill_mirror(feed: Feed, path: Path, *, base: Path | None = None, version: int | None = None) -> int:
+def fill_mirror(
+    feed: Feed,
+    path: Path,
+    *,
+    base: Path | None = None,
+    version: int | None = None,
+    on_locked: Callable[[], None] = lambda: None,
+) -> int:
     """Bring the mirror in a file to a version, before an engine loads its weights, and return the version.
 
     By default a version that the mirror holds is kept, and an empty mirror gets the newest one. What the mirror holds
-    is proved by its digest. Several processes may fill one mirror: one does it, and the others wait.
+    is proved by its digest. Several processes may fill one mirror: one does it, and the others wait. `on_locked` is
+    called once it is this one.
     """
-    with opened(feed) as store, ExitStack() as held:
+    with ExitStack() as held:
         try:
             held.enter_context(locked(path))
         except InvalidInputError:
             logger.info("waiting for the process that fills the mirror %s", path)
             held.enter_context(locked(path, wait_s=_WAIT_S))
+        on_locked()
+        store = held.enter_context(opened(feed))
         mirror = Mirror(Log(RetryingStore(store, limit_s=_PATIENCE_S)), path=path, base=base)
         mirror.open()
         if mirror.version is None or version not in (None, mirror.version):

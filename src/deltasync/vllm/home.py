@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -116,27 +117,32 @@ def found_home(environment: Mapping[str, str], model: BareModel) -> Path:
         assert keeper.stdout is not None
         with keeper.stdout as printed:
             folder = Path(os.fsdecode(printed.readline()).rstrip("\n"))
-        if not folder.name:
-            raise InvalidInputError("there is no private folder for the server", hint="see the error above")
-        model.write(folder / MODEL)
-        free = shutil.disk_usage(folder).free
-        if mirror is None and model.layout.nbytes > free:
-            raise InvalidInputError(
-                f"the mirror needs {model.layout.nbytes} bytes of shared memory, and {free} are free",
-                hint="raise the limit of a container (--shm-size, --ipc=host), or keep it on a disk: --mirror FILE",
-            )
+            if not folder.name:
+                raise InvalidInputError("there is no private folder for the server", hint="see the error above")
+            model.write(folder / MODEL)
+            free = shutil.disk_usage(folder).free
+            if mirror is None and model.layout.nbytes > free:
+                raise InvalidInputError(
+                    f"the mirror needs {model.layout.nbytes} bytes of shared memory, and {free} are free",
+                    hint="raise the limit of a container (--shm-size, --ipc=host), or keep it on a disk: --mirror FILE",
+                )
+            os.write(server, b"\n")
+            # Until the mirror is locked: otherwise it could be written to while the workers already load from it.
+            printed.readline()
     except BaseException:
         os.close(server)
         keeper.wait()
         raise
     # This end stays open until the server has ended, which is how the keeper learns of that.
     os.set_inheritable(server, True)
-    os.write(server, b"\n")
     return folder
 
 
 def keep_home(settings: Settings, version: int) -> None:
-    """Make the folder, print its path, fetch the version at a sign, and wait for the end of stdin."""
+    """Make the folder, print its path, fetch the version at a sign, and wait for the end of stdin.
+
+    A second line is printed when the mirror is locked. Without it, stdout ends if the version cannot be fetched.
+    """
     with memory_folder() as folder:
         print(folder, flush=True)
         if sys.stdin.buffer.read(1):
@@ -146,6 +152,7 @@ def keep_home(settings: Settings, version: int) -> None:
                 target=_fetch, args=(settings, mirror, version), daemon=True
             )
             fetching.start()
+            sys.stdout.close()
             sys.stdin.buffer.read()
             fetching.kill()
             fetching.join()
@@ -154,11 +161,16 @@ def keep_home(settings: Settings, version: int) -> None:
 def _fetch(settings: Settings, mirror: Path, version: int) -> None:
     assert settings.feed is not None
     try:
-        fill_mirror(settings.feed, mirror, base=settings.base, version=version)
+        fill_mirror(
+            settings.feed, mirror, base=settings.base, version=version, on_locked=lambda: print("locked", flush=True)
+        )
     except DeltasyncError as error:
         # The workers of the server try again, and report what is wrong then.
         logger.warning("version %d could not be fetched while the server starts: %s", version, error)
 
 
 if __name__ == "__main__":
+    # A supervisor may send signals to all processes of a service. This one ends after the server, to clean up.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     keep_home(Settings.from_environment(), int(sys.argv[1]))

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from deltasync.format.layout import Layout, TensorSpec
 from deltasync.torch.probes import NamedTensors, layer_of
 
 _WINDOW_BYTES = 1 << 28
-"""Weights of layers that a twin holds beside the embeddings. A layer of a large model may have more."""
+"""Weights that a twin holds. A layer of a large model may have more; the first one comes with the embeddings."""
 
 _WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Methods of speculative decoding that have no model of their own."""
@@ -74,23 +75,21 @@ class Twins:
             number = layer_of(spec.name)
             number = None if number is None or number >= layers else number
             by_layer.setdefault(number, []).append(spec)
-        largest = max((sum(spec.nbytes for spec in specs) for n, specs in by_layer.items() if n is not None), default=0)
-        size = max(1, _WINDOW_BYTES // max(1, largest))
-        whole = [Window(layout.tensors)]
-        if size >= layers:
-            return whole
-        windows = [
-            Window(
-                (
-                    *(by_layer.get(None, ()) if first == 0 else ()),
-                    *(spec for n in range(first, min(first + size, layers)) for spec in by_layer.get(n, ())),
-                ),
-                first,
-                min(first + size, layers),
-            )
-            for first in range(0, layers, size)
-        ]
-        return windows if all(self._has(window, layers) for window in windows) else whole
+        nbytes = {number: sum(spec.nbytes for spec in specs) for number, specs in by_layer.items()}
+        no_layer_bytes = nbytes.pop(None, 0)
+        layer_bytes = max((1, *nbytes.values()))
+        size = max(1, _WINDOW_BYTES // layer_bytes)
+        # Embeddings may be as large as many layers, so the first window has only as many as fit beside them. Some
+        # models need more: their first layers have no experts.
+        beside = max(1, (_WINDOW_BYTES - no_layer_bytes) // layer_bytes)
+        for head in (beside, size) if beside < layers else ():
+            windows = []
+            for first, end in pairwise((0, *range(head, layers, size), layers)):
+                numbers = (*(() if first else (None,)), *range(first, end))
+                windows.append(Window(tuple(spec for n in numbers for spec in by_layer.get(n, ())), first, end))
+            if all(self._has(window, layers) for window in windows):
+                return windows
+        return [Window(layout.tensors)]
 
     def _has(self, window: Window, layers: int) -> bool:
         """Whether vLLM can build the layers of a window without the others. Some models need a layer with experts."""

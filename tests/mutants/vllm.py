@@ -129,6 +129,14 @@ MUTANTS = (
         killers=("tests/unit/test_vllm_probes.py::test_what_a_loader_does_is_found_out",),
     ),
     Mutant(
+        name="several-engines-followed",
+        harm="An engine of a data-parallel server that failed to write a version answers under its label.",
+        path="src/deltasync/vllm/server.py",
+        old="        require_one_engine(engine_client)\n",
+        new="",
+        killers=("tests/unit/test_vllm_server.py::test_a_server_with_several_engines_is_refused",),
+    ),
+    Mutant(
         name="salts-of-one-queue",
         harm="With DELTASYNC_CACHE=keep and vLLM 0.30, requests that waited for a grammar reuse KV of older weights.",
         path="src/deltasync/vllm/releases.py",

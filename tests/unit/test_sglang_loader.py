@@ -371,17 +371,33 @@ class Anew(Served):
         return super().load_weights(weights)
 
 
+def mapped(model: Served, folder: Path) -> Answer:
+    """What a worker answers that is asked to map its weights, which are those of the folder."""
+    request = Request("map", str(folder), 0, "1").to_json()
+    loader.load(model, [(TENSOR_NAME, torch.tensor(list(request), dtype=torch.uint8))])
+    [path] = folder.glob(".deltasync.answer.*")
+    return Answer.read(path)
+
+
+def test_a_worker_compares_what_it_maps(tmp_path: Path) -> None:
+    state = tensors()
+    save(state, tmp_path / "model.safetensors")
+    model = served()
+    model.load_weights(state.items())
+    assert mapped(model, tmp_path).refused is None
+    assert loader._live[model].version == 0
+    model.pack()
+    assert "holds 'packed.a' in another form" in str(mapped(model, tmp_path).refused)
+    assert model not in loader._live
+
+
 def test_tracing_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     state = tensors()
     save(state, tmp_path / "model.safetensors")
     model = served().load(state.items())
-    assert isinstance(model, Served)
     model.__class__ = Anew
     parameters, bits = dict(model.named_parameters()), model.bits()
-    request = Request("map", str(tmp_path), 0, "1").to_json()
-    loader.load(model, [(TENSOR_NAME, torch.tensor(list(request), dtype=torch.uint8))])
-    [path] = tmp_path.glob(".deltasync.answer.*")
-    answer = Answer.read(path)
+    answer = mapped(model, tmp_path)
     assert answer.damaged is None
     assert "'norm.weight'" in str(answer.refused)
     assert not hasattr(model.norm, "is_loaded")

@@ -16,7 +16,7 @@ from support.feeds import Feed
 from support.replicas import TorchTarget, follower, quick, wait_until
 
 from deltasync import parallel
-from deltasync.errors import DeltasyncError, EngineError, MismatchError
+from deltasync.errors import DeltasyncError, EngineError, InvalidInputError, MismatchError
 from deltasync.testing.faulty import Fault, FaultyStore
 from deltasync.vllm import server
 from deltasync.vllm.caches import CacheSalts
@@ -126,6 +126,25 @@ def test_no_version_is_live_during_a_switch(loop: asyncio.AbstractEventLoop) -> 
     with pytest.raises(EngineError):
         engine.resume()
     assert labels.version is None
+
+
+@pytest.mark.parametrize(
+    ("core", "message"),
+    [
+        ({"core_engines": [b"0", b"1"]}, r"2 engines \(--data-parallel-size\)"),
+        ({"core_engines": [b"0"], "client_count": 3}, r"3 API servers \(--api-server-count\)"),
+    ],
+)
+def test_a_server_with_several_engines_is_refused(
+    monkeypatch: pytest.MonkeyPatch, core: dict[str, Any], message: str
+) -> None:
+    """vLLM asks all of them, and returns only what the first one answers."""
+    monkeypatch.setenv("DELTASYNC_FEED", "memory:")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    client = SimpleNamespace(engine_core=SimpleNamespace(**core))
+    with pytest.raises(InvalidInputError, match=f"the server has {message}"):
+        asyncio.run(server.Endpoint().init_state(client, SimpleNamespace(), SimpleNamespace()))  # type: ignore[arg-type]
+    server.require_one_engine(SimpleNamespace(engine_core=SimpleNamespace(core_engines=[b"0"], client_count=1)))
 
 
 OPERATIONS: dict[str, Callable[[ServerEngine], object]] = {

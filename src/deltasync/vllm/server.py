@@ -88,6 +88,7 @@ class Endpoint:
         import vllm
 
         log_where_vllm_does()
+        require_one_engine(engine_client)
         settings = self._settings
         if settings.token is None:
             logger.warning("DELTASYNC_TOKEN is not set: every request to the control routes is refused")
@@ -167,6 +168,24 @@ class Endpoint:
         """Uvicorn's server, once there are requests."""
         assert self._app is not None
         return self._app.state.server
+
+
+def require_one_engine(client: Any) -> None:
+    """InvalidInputError unless there are one engine and one API server.
+
+    Of several engines vLLM returns only the answers of the first one. What failed in another one would not be seen,
+    and it would answer with other weights than its label says. Several API servers would each write their own version.
+    """
+    core = client.engine_core
+    for count, what in (
+        (len(getattr(core, "core_engines", ())), "engines (--data-parallel-size)"),
+        (getattr(core, "client_count", 1), "API servers (--api-server-count)"),
+    ):
+        if count > 1:
+            raise InvalidInputError(
+                f"the server has {count} {what}, which cannot be kept at one version",
+                hint="start several servers with one of each: every server follows the feed",
+            )
 
 
 async def _salts(client: Any) -> CacheSalts:

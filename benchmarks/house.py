@@ -1,16 +1,18 @@
 """Measure the code itself: its size, its import graph, the modules that one delta crosses, and the threads it starts.
 
-    python benchmarks/house.py [--json]
+    python -m benchmarks.house [--json]
 
 A tiny model is published to a store in memory and followed by a torch module. What runs between the start of one
-`Publisher.publish` and the end of the move to its version, in any thread, is the path of a delta. vLLM is not started:
-its modules are added to the count in place of the torch module's.
+`Publisher.publish` and the end of the move to its version, in any thread, is the path of a delta. The same is followed
+once more by the target for vLLM, whose engine client and workers are in this process. vLLM is not started.
 """
 
 import argparse
 import ast
+import asyncio
 import json
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +26,10 @@ import torch
 import deltasync
 from deltasync import Follower
 from deltasync.torch import ModuleTarget, Publisher
+from deltasync.vllm.labels import Labels
+from deltasync.vllm.server import ServerEngine
+from deltasync.vllm.target import VllmTarget
+from tests.support.loading import Workers, changed, tensors
 
 PACKAGE = Path(deltasync.__file__).parent
 WARM_UP = 3
@@ -121,18 +127,79 @@ def measure_delta() -> dict[str, Any]:
         train()
         with trace.recording():
             publisher.publish(model).wait()
-        threads_of_a_publication = len(trace.threads)
+        threads_of_a_publication, published = len(trace.threads), set(trace.modules)
         with trace.recording():
             follower.advance()
     assert torch.equal(model.weight, served.weight)
-    crossed = sorted(trace.modules)
-    vllm = [name for name in sources() if name.startswith("deltasync.vllm.")]
     return {
-        "modules_crossed": crossed,
-        "modules_crossed_to_vllm": sorted({*crossed, *vllm} - {"deltasync.torch.module"}),
+        "modules_crossed": sorted(trace.modules),
+        "modules_crossed_to_vllm": sorted({*published, *crossed_by_vllm()}),
         "threads_of_a_publication": threads_of_a_publication,
         "threads_of_a_move": len(trace.threads) - threads_of_a_publication,
     }
+
+
+def crossed_by_vllm() -> set[str]:
+    """The modules that a move of a vLLM server to the next version crosses."""
+    states = [tensors()]
+    client, trace = _Client(Workers(states[0])), Trace()
+    with (
+        trace.installed(),
+        running_loop() as loop,
+        tempfile.TemporaryDirectory() as place,
+        deltasync.open_store("memory://house-vllm") as store,
+        Publisher(store) as publisher,
+    ):
+        folder, engine = Path(place), _Engine(client, loop, pause="keep", labels=Labels())
+        mirror = folder / "mirror.safetensors"
+        with Follower(store, VllmTarget(engine, folder=folder, mirror=mirror), mirror=mirror) as follower:
+            for version in range(WARM_UP):
+                publisher.publish(states[-1]).wait()
+                follower.advance()
+                states.append(changed(states[-1], version))
+            publisher.publish(states[-1]).wait()
+            with trace.recording():
+                follower.advance()
+    assert client.workers.hold(states[-1])
+    return trace.modules
+
+
+@contextmanager
+def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """The event loop of an API server, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+class _Engine(ServerEngine):
+    """Has a name without vLLM."""
+
+    @property
+    def name(self) -> str:
+        return "vllm"
+
+
+class _Client:
+    """vLLM's engine client, with workers in this process."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
+        return [{"result": result} for result in self.workers.call(*args)]
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
+
+    async def resume_generation(self) -> None: ...
+
+    async def update_weight_version(self, version: str) -> None: ...
 
 
 def measure() -> dict[str, Any]:

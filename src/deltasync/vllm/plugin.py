@@ -5,8 +5,6 @@ from typing import Any
 
 from deltasync.vllm import caches
 
-logger = logging.getLogger(__name__)
-
 BACKEND = "deltasync"
 """The name of the backend for `--weight-transfer-config`, and of the load format for `--load-format`."""
 
@@ -21,11 +19,12 @@ def register() -> None:
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, "deltasync.vllm.engine", "DeltasyncEngine")
-    # The method that collective calls name. `--worker-extension-cls` would add it, too, but is one more flag to set.
-    Worker.deltasync = _call_runtime
-    caches.install(EngineCore)
     from deltasync.vllm.loader import MirrorLoader
+    from deltasync.vllm.worker import call_runtime
 
+    # The method that collective calls name. `--worker-extension-cls` would add it, too, but is one more flag to set.
+    Worker.deltasync = call_runtime
+    caches.install(EngineCore)
     register_model_loader(BACKEND)(MirrorLoader)
     from vllm.platforms import current_platform
 
@@ -45,22 +44,6 @@ def log_where_vllm_does() -> None:
     if not ours.hasHandlers():
         ours.handlers = list(theirs.handlers)
         ours.setLevel(theirs.level)
-
-
-def _call_runtime(worker: Any, method: str, *args: Any) -> dict[str, Any]:
-    """Call a method of the worker's `RuntimeWeights`; its `result`, or the `error` as text.
-
-    vLLM does not read the answers of the other workers after one that raises, and takes them for answers to the next
-    call. So nothing may be raised here.
-    """
-    from vllm.config import set_current_vllm_config
-
-    try:
-        with set_current_vllm_config(worker.vllm_config):
-            return {"result": getattr(worker.weight_transfer_engine.runtime, method)(*args)}
-    except Exception as error:
-        logger.exception("a worker failed at %r", method)
-        return {"error": f"{type(error).__name__}: {error!s:.500}"}
 
 
 def keep_plain_weights() -> None:

@@ -238,6 +238,22 @@ class RuntimeWeights:
         return self._mirror[1]
 
 
+def call_runtime(worker: Any, method: str, *args: Any) -> dict[str, Any]:
+    """A method of vLLM's workers: call a method of the `RuntimeWeights` of one; its `result`, or the `error` as text.
+
+    vLLM does not read the answers of the other workers after one that raises, and takes them for answers to the next
+    call. So nothing may be raised here.
+    """
+    from vllm.config import set_current_vllm_config
+
+    try:
+        with set_current_vllm_config(worker.vllm_config):
+            return {"result": getattr(worker.weight_transfer_engine.runtime, method)(*args)}
+    except Exception as error:
+        logger.exception("a worker failed at %r", method)
+        return {"error": f"{type(error).__name__}: {error!s:.500}"}
+
+
 def _require_seen(live: Memory, paths: set[str]) -> None:
     """MismatchError if the live model reaches weights that no twin has: they were derived after loading."""
     for span in live.spans:

@@ -105,7 +105,7 @@ def test_only_requests_with_tokens_keep_their_salt() -> None:
 
 
 def test_requests_in_the_second_queue_of_older_releases_are_salted() -> None:
-    """Before 0.32, requests that wait for a grammar are there."""
+    """In vLLM 0.30, requests that wait for a grammar are there."""
     scheduler = Scheduler([], [Request("waiting", "old:")])
     skipped = Request("skipped", "old:x")
     # A session that waits for its next input: its KV was computed with the old weights.

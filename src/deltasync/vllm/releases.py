@@ -42,7 +42,7 @@ def has_weight_versions(completion: Any) -> bool:
 def waiting_requests(scheduler: Any) -> list[Any]:
     """The requests of a scheduler that wait and hold no KV.
 
-    Before 0.32, those that wait for something else than memory, such as a grammar, are in a queue of their own.
+    In 0.30, those that wait for something else than memory, such as a grammar, are in a queue of their own.
     """
     waiting = [*scheduler.waiting, *getattr(scheduler, "skipped_waiting", ())]
     return [request for request in waiting if request.num_computed_tokens == 0]

@@ -29,7 +29,7 @@ from deltasync.torch import ModuleTarget, Publisher
 from deltasync.vllm.labels import Labels
 from deltasync.vllm.server import ServerEngine
 from deltasync.vllm.target import VllmTarget
-from tests.support.loading import Workers, changed, tensors
+from tests.unit.served_model import Workers, changed, tensors
 
 PACKAGE = Path(deltasync.__file__).parent
 WARM_UP = 3

@@ -16,12 +16,11 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
+from support.servers import json_server
 
 from deltasync import digest
 from deltasync.checkpoint import open_checkpoint
 from deltasync.torch.memory import as_tensor
-
-from .servers import json_server
 
 RELEASE = "0.5.23"
 

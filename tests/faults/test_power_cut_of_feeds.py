@@ -128,9 +128,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         real = getattr(os, name)
 
         def spied(*args: Any, **options: Any) -> Any:
-            noted = note(*args) if name != "mkdir" else None
+            noted = note(*args, **options) if name != "mkdir" else None
             result = real(*args, **options)
-            seen.append(note(*args) if noted is None else noted)
+            seen.append(note(*args, **options) if noted is None else noted)
             return result
 
         monkeypatch.setattr(os, name, spied)
@@ -138,7 +138,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     spy("fsync", lambda fd: Call("sync", os.fstat(fd).st_ino, os.fstat(fd).st_size))
     for name in ("replace", "link"):
         spy(name, lambda old, new: Call("name", os.stat(old).st_ino, os.stat(old).st_size, Path(new)))
-    spy("mkdir", lambda path, *mode: Call("mkdir", os.stat(path).st_ino, 0, Path(path)))
+
+    def made(path: Path, *mode: int, dir_fd: int | None = None) -> Call:
+        above = Path() if dir_fd is None else Path(os.readlink(f"/proc/self/fd/{dir_fd}"))
+        return Call("mkdir", os.stat(above / path).st_ino, 0, above / path)
+
+    spy("mkdir", made)
     return seen
 
 

@@ -185,19 +185,25 @@ def _wan(results: Results) -> Figure:
     return figure
 
 
-PLOTS: dict[str, Callable[[Results], Figure]] = {
-    "bench-sizes": _sizes,
-    "bench-speed": _speed,
-    "bench-kernel-sets": _kernel_sets,
-    "bench-peers": _peers,
-    "bench-held": _ways(
-        VIEWS["held"], "held s, best", "seconds for which the trainer is held, best round", ours=("deltasync",)
-    ),
-    "bench-scatter": _ways(VIEWS["scatter"], "times the scatter", "times the scatter", ours=("prepare", "scatter")),
-    "bench-store": _store,
-    "bench-late": _late,
-    "bench-wan": _wan,
+_HELD = _ways(VIEWS["held"], "held s, best", "seconds for which the trainer is held, best round", ours=("deltasync",))
+_SCATTER = _ways(VIEWS["scatter"], "times the scatter", "times the scatter", ours=("prepare", "scatter"))
+_PLOTS: dict[str, tuple[str, Callable[[Results], Figure]]] = {
+    "bench-sizes": ("codec", _sizes),
+    "bench-speed": ("codec", _speed),
+    "bench-kernel-sets": ("kernel_sets", _kernel_sets),
+    "bench-peers": ("peers", _peers),
+    "bench-held": ("publish", _HELD),
+    "bench-scatter": ("replica", _SCATTER),
+    "bench-store": ("store", _store),
+    "bench-late": ("late", _late),
+    "bench-wan": ("wan", _wan),
 }
+"""By name: the benchmark, and what draws its results."""
+
+
+def plots(results: Results) -> dict[str, bytes]:
+    """Every plot that there are results for, as an SVG file."""
+    return {name: drawn(draw, results) for name, (benchmark, draw) in _PLOTS.items() if benchmark in results}
 
 
 def drawn(draw: Callable[[Results], Figure], results: Results) -> bytes:
@@ -213,8 +219,8 @@ def drawn(draw: Callable[[Results], Figure], results: Results) -> bytes:
 def main(folder: Path = FOLDER, page: Path = PAGE) -> None:
     """Run from the command line."""
     results = read_results()
-    for name, draw in PLOTS.items():
-        (folder / f"{name}.svg").write_bytes(drawn(draw, results))
+    for name, plot in plots(results).items():
+        (folder / f"{name}.svg").write_bytes(plot)
         say(f"drew {name}.svg")
     page.write_text(rendered(page.read_text(), results))
     say(f"wrote the tables of {page.name}")

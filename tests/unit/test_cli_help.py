@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.helpers import state, write_sharded
+from support.servers import missing
 
 import deltasync
 from deltasync.cli import main as cli
@@ -263,6 +264,6 @@ def test_the_scripts_are_valid(scripts: Path, shell: str, option: str) -> None:
     text = (scripts / shell).read_text()
     assert all(name in text for name in commands())
     if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
+        missing(f"{shell} is not installed")
     done = subprocess.run([shell, option, str(scripts / shell)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

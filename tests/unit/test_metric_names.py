@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support import LONG_S
 from support.feeds import SpyStore, nth, publish, publisher
 from support.replicas import TorchTarget, follower, wait_until
+from support.servers import missing
 
 from deltasync.errors import InvalidInputError, StoreError
 from deltasync.feed.compact import Compactor
@@ -94,7 +95,7 @@ def test_names_follow_the_conventions(scrape: str) -> None:
 def test_promtool_finds_nothing_wrong(scrape: str) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
-        pytest.skip("promtool is not installed (apt install prometheus)")
+        missing("promtool is not installed (apt install prometheus)")
     for command, text in ((["check", "metrics"], scrape), (["check", "rules", str(ALERTS)], "")):
         done = subprocess.run([promtool, *command], input=text, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -100,15 +100,19 @@ class Skips:
     def _advance(self) -> None:
         with self._lock:
             self._is_due = False
-        for skip in self._compactor.advance():
-            logger.info("a skip leads from version %s to %d", skip.parent, skip.version)
+        try:
+            for skip in self._compactor.advance():
+                logger.info("a skip leads from version %s to %d", skip.parent, skip.version)
+        except (DeltasyncError, MemoryError) as error:
+            # The feed is complete without it.
+            if not self._store.is_stopped:
+                logger.warning("no skip was written, the next versions get one: %s", error)
 
     def _report(self, done: "Future[None]") -> None:
-        """Report an error. The feed is complete without skips."""
+        """Report an error that was not expected: nothing else reads the result."""
         error = done.exception()
-        if error is not None and not self._store.is_stopped:
-            trace = None if isinstance(error, DeltasyncError | MemoryError) else error
-            logger.warning("no skip was written, the next versions get one: %s", error, exc_info=trace)
+        if error is not None:
+            logger.warning("no skip was written, the next versions get one: %s", error, exc_info=error)
 
 
 class _Stoppable(WrapperStore):

@@ -1,5 +1,7 @@
 """When a follower polls: often around the time of the next version, seldom before and after."""
 
+from random import Random
+
 import pytest
 
 from deltasync.replica import loop
@@ -49,3 +51,20 @@ def test_the_loop_asks_the_cadence_after_each_poll_that_finds_nothing(monkeypatc
 
     running.run(step, lambda error: None)
     assert events == ["version", "pause", "pause", "version", "pause"]
+
+
+def test_polls_and_delay_of_a_version_every_ten_seconds() -> None:
+    """The figures of docs/replicas.md: intervals that vary by a tenth, and 50 ms for a request."""
+    random, now_s, due_s, polls, delays = Random(0), 0.0, 10.0, 0, list[float]()
+    cadence = loop.Cadence(clock=lambda: now_s)
+    while len(delays) < 1000:
+        polls += 1
+        asked_s, now_s = now_s + 0.025, now_s + 0.05
+        if asked_s < due_s:
+            now_s += cadence.pause_s()
+            continue
+        delays.append(now_s - due_s)
+        cadence.note()
+        due_s += random.uniform(9.0, 11.0)
+    assert polls / len(delays) == pytest.approx(24, abs=1)
+    assert sum(delays) / len(delays) == pytest.approx(0.1, abs=0.01)

@@ -4,15 +4,18 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from deltasync.arguments import described
+from deltasync.blocks import overwrite
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.format.layout import Layout
 from deltasync.format.weights import Bits, Weights, tensor_parts
+from deltasync.parallel import each
 from deltasync.replica.target import Damage, Gate, Staged
 from deltasync.torch.tensors import TorchState, as_bits, bits_type, host_bits, layout_of, named_tensors, torch_dtype
 
@@ -34,7 +37,7 @@ class ModuleTarget:
         self._module = module
         self._hold = hold
         self._version: int | None = None
-        self._writes: list[_Write] | None = None
+        self._writes: list[_Write] | _HostWrite | None = None
 
     @property
     def reads_mirror(self) -> bool:
@@ -64,6 +67,9 @@ class ModuleTarget:
         if staged.changes is None:
             bits = zip(tensors, staged.weights.arrays, strict=True)
             self._writes = [_Write(tensor, None, _as_torch(array)) for tensor, array in bits]
+            return
+        if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
+            self._writes = _HostWrite(tensors, staged)
             return
         parts: dict[int, list[tuple[NDArray[np.unsignedinteger], Bits]]] = {}
         for changes in staged.changes:
@@ -125,6 +131,23 @@ class _Write:
             self.tensor.view(bits_type(self.tensor)).index_put_(places, self.values)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _HostWrite:
+    """The changes of a version for tensors that lie in host memory as the feed has them: our kernels write those."""
+
+    tensors: Sequence[torch.Tensor]
+    staged: Staged
+
+    def perform(self) -> None:
+        layout, changes = self.staged.weights.layout, self.staged.changes or ()
+        specs = zip(self.tensors, layout.tensors, strict=True)
+        live = Weights(layout, tuple(host_bits(tensor, spec.dtype) for tensor, spec in specs))
+        # Several threads keep no order, which matters where an element is in more than one of the changes.
+        write = partial(overwrite, live)
+        for _ in each(write, changes) if self.staged.is_one_edge else map(write, changes):
+            pass
+
+
 def _scatter(
     tensor: torch.Tensor, parts: list[tuple[NDArray[np.unsignedinteger], Bits]], *, is_disjoint: bool
 ) -> _Write:
@@ -139,7 +162,10 @@ def _scatter(
 
 
 @torch.inference_mode()
-def _perform(writes: Sequence[_Write]) -> None:
+def _perform(writes: Sequence[_Write] | _HostWrite) -> None:
+    if isinstance(writes, _HostWrite):
+        writes.perform()
+        return
     for write in writes:
         write.perform()
     for device in {write.tensor.device for write in writes if write.tensor.device.type != "cpu"}:

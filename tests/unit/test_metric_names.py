@@ -92,10 +92,12 @@ def test_names_follow_the_conventions(scrape: str) -> None:
             assert not family.name.endswith(("_total", "_count", "_sum")), family.name
 
 
-def test_promtool_finds_nothing_wrong(scrape: str) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        missing("promtool is not installed (apt install prometheus)")
+@pytest.fixture(scope="module")
+def promtool() -> str:
+    return shutil.which("promtool") or missing("promtool is not installed (apt install prometheus)")
+
+
+def test_promtool_finds_nothing_wrong(promtool: str, scrape: str) -> None:
     for command, text in ((["check", "metrics"], scrape), (["check", "rules", str(ALERTS)], "")):
         done = subprocess.run([promtool, *command], input=text, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -115,6 +117,48 @@ def test_every_metric_of_the_rules_and_the_dashboard_is_in_a_scrape(scrape: str)
     named = {name for text in expressions for name in re.findall(r"deltasync_[a-z_]+", text)}
     assert len(named) > 40
     assert named <= scraped, f"not in a scrape: {sorted(named - scraped)}"
+
+
+HEALTHY = {"following": 1, "failing": 0, "lag": 0, "stale_seconds": 1, "poll_age_seconds": 1, "exec_failing": 0}
+SITUATIONS: dict[str, tuple[dict[str, int], set[str]]] = {
+    "at the head": ({}, set()),
+    "pinned": ({"lag": 50}, set()),
+    "moved on demand": ({"following": 0, "lag": 50, "stale_seconds": 9999, "poll_age_seconds": 9999}, set()),
+    "paused": ({"lag": 5, "stale_seconds": 300, "poll_age_seconds": 300}, set()),
+    "in a long move": ({"stale_seconds": 500, "poll_age_seconds": 500}, set()),
+    "too slow": ({"lag": 9, "stale_seconds": 90}, {"ReplicaBehind"}),
+    "paused for long": ({"lag": 9, "stale_seconds": 9999, "poll_age_seconds": 9999}, {"ReplicaBehind", "ReplicaStale"}),
+    "store away": ({"failing": 1, "poll_age_seconds": 300}, {"StoreUnreachable", "ReplicaFailing"}),
+    "target fails": ({"failing": 1}, {"ReplicaFailing"}),
+    "refused": ({"following": 0, "failing": 1}, {"ReplicaStopped", "ReplicaFailing"}),
+    "command fails": ({"exec_failing": 1}, {"CommandFailing"}),
+}
+"""Metrics of a replica that stay as they are for ten minutes, and the alerts that are raised then."""
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_alerts_of_a_replica(promtool: str, situation: str, tmp_path: Path) -> None:
+    changed, expected = SITUATIONS[situation]
+    case = {
+        "interval": "1m",
+        "input_series": [
+            {"series": f'deltasync_{name}{{instance="gpu-7"}}', "values": f"{number}x10"}
+            for name, number in (HEALTHY | changed).items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                "eval_time": "10m",
+                "exp_samples": [
+                    {"labels": f'{{alertname="Deltasync{alert}"}}', "value": 1} for alert in sorted(expected)
+                ],
+            }
+        ],
+    }
+    file = tmp_path / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "tests": [case]}))
+    done = subprocess.run([promtool, "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_alert_says_what_to_do() -> None:

@@ -15,8 +15,9 @@ from deltasync import Follower
 from deltasync.cli import main as cli
 from deltasync.errors import EngineError, InvalidInputError
 from deltasync.feed.log import Log
+from deltasync.listener import Request, Response, listening
 from deltasync.sglang import SglangTarget
-from deltasync.sglang.server import IN_PLACE_ROUTES, ROUTES, TOKEN
+from deltasync.sglang.server import IN_PLACE_ROUTES, ROUTES, TOKEN, SglangServer
 from deltasync.sglang.target import UNKNOWN
 from deltasync.store import open_store
 
@@ -185,6 +186,21 @@ def test_options_reach_the_server(
     assert server.calls[0] == ("/pause_generation", {"mode": "in_place"})
     assert server.calls[1][1] == {"model_path": str(tmp_path / "there"), "weight_version": "0", "flush_cache": False}
     assert cli.main([*command, "--exec", "true"]) == 1
+
+
+def test_the_key_is_not_sent_to_where_a_server_redirects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, "secret")
+    keys: dict[str, str | None] = {}
+
+    def respond(request: Request) -> Response:
+        keys[request.path] = request.headers.get("Authorization")
+        if request.path == "/model_info":
+            return Response(307, "text/plain", b"", {"Location": "/elsewhere"})
+        return Response.json(200, {"weight_version": "3"})
+
+    with listening(respond, "127.0.0.1", 0, has_token=False) as url:
+        assert SglangServer(url).label() == "3"
+    assert keys == {"/model_info": "Bearer secret", "/elsewhere": None}
 
 
 @pytest.mark.parametrize(

@@ -107,11 +107,11 @@ class SglangServer:
         return answer
 
     def _request(self, route: str, body: Mapping[str, object] | None, timeout_s: float) -> tuple[int, dict[str, Any]]:
-        headers = {"content-type": "application/json"}
-        if token := os.environ.get(TOKEN):
-            headers["authorization"] = f"Bearer {token}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + route, data, headers)
+        request = urllib.request.Request(self.url + route, data, {"content-type": "application/json"})
+        if token := os.environ.get(TOKEN):
+            # Not for the server that an answer may redirect to.
+            request.add_unredirected_header("authorization", f"Bearer {token}")
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 return response.status, _parsed(response.read(_ANSWER_BYTES_MAX))

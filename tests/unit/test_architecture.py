@@ -1,14 +1,21 @@
-"""The pages about the code stay true: functions that they name exist, and every room is in the map and in a layer."""
+"""The pages stay true: links lead somewhere, named functions exist, and every room is in the map and in a layer."""
 
 import importlib
 import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import deltasync
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(deltasync.__file__).parent
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("*.md", "docs/**/*.md", "deploy/*.md", "examples/*.md", "examples/*/*.md")
+    for path in ROOT.glob(pattern)
+)
 NEEDS_VLLM = ("deltasync.vllm.loader", "deltasync.vllm.plugin", "deltasync.vllm.worker")
 """Modules that cannot be imported without vLLM: here it is enough that their text defines the name."""
 
@@ -45,6 +52,27 @@ def defines(name: str) -> bool:
             thing = getattr(thing, attribute)
         return True
     return False
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#{1,6} (.*)", without_code(page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text())):
+        file, _, anchor = link.partition("#")
+        if "://" not in link:
+            found = path.parent / file if file else path
+            assert found.exists(), link
+            assert not anchor or anchor in anchors(found), link
 
 
 def test_every_function_that_the_walk_names_exists() -> None:

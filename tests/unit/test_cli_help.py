@@ -22,7 +22,15 @@ from deltasync.replica.hook import Hook
 from deltasync.replica.loop import SCRUB_S
 
 Out = pytest.CaptureFixture[str]
-DOCS = Path(__file__).parents[2] / "docs/commands.md"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs/commands.md"
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for folder in (".", "docs", "deploy", "examples")
+    for path in (ROOT / folder).glob("*.md")
+)
+PAGES += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/README.md"))
+PAGES.remove("CHANGELOG.md")  # It also names what is gone.
 
 MODULES_MAX = 110
 OWN_MODULES_MAX = 20
@@ -96,6 +104,37 @@ def test_the_docs_have_every_command_and_option(name: str, parser: Parser) -> No
     common = text[: text.index("\n## ")]
     for option in (option for action in parser._actions for option in action.option_strings):
         assert re.search(rf"[`\[ |,]{option}\b", section[1] + common), f"{name} {option}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_the_pages_parse(page: str) -> None:
+    """Whole lines of code do, but for synopses. Commands inside of a sentence have options that exist."""
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    for line in re.findall(r"^(?: {4}|)deltasync ([a-z].*)", "\n".join(code_lines(text)), re.M):
+        if "[" not in line and "|" not in line:
+            words = shlex.split(re.sub(r" > .*", "", line), comments=True)
+            assert parse(words, environment={}).command == words[0]
+    for words in (re.sub(r"\s+", " ", code).split() for code in re.findall(r"`(?:deltasync )?([a-z]+ [^`]*)`", text)):
+        if words[0] in commands():
+            ours = words[: words.index("--")] if "--" in words else words
+            given = {re.sub(r"\W+$", "", word.lstrip("[")) for word in ours if re.match(r"\[?--", word)}
+            assert given <= set(commands()[words[0]]._option_string_actions), words
+
+
+def code_lines(text: str) -> list[str]:
+    """The lines of Markdown that are code: indented after an empty line, or between fences."""
+    found, is_fenced, is_indented, before = [], False, False, ""
+    for line in text.splitlines():
+        if line.startswith("```"):
+            is_fenced = not is_fenced
+        elif is_fenced:
+            found.append(line)
+        else:
+            is_indented = line.startswith("    ") and (is_indented or not before)
+            if is_indented:
+                found.append(line)
+        before = line
+    return found
 
 
 def test_the_command_in_the_docs_is_split_as_meant() -> None:

@@ -1,6 +1,8 @@
 """The pages stay true: links lead somewhere, named functions exist, and every room is in the map and in a layer."""
 
+import ast
 import importlib
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -16,8 +18,8 @@ PAGES = sorted(
     for pattern in ("*.md", "docs/**/*.md", "deploy/*.md", "examples/*.md", "examples/*/*.md")
     for path in ROOT.glob(pattern)
 )
-NEEDS_VLLM = ("deltasync.vllm.loader", "deltasync.vllm.plugin", "deltasync.vllm.worker")
-"""Modules that cannot be imported without vLLM: here it is enough that their text defines the name."""
+NEEDS_ENGINE = (*(f"deltasync.vllm.{name}" for name in ("loader", "plugin", "trainer", "worker")), "deltasync.nemo_rl")
+"""Modules that need a framework that is not here: it is enough that their text defines the name."""
 
 
 def rooms() -> set[str]:
@@ -43,7 +45,7 @@ def defines(name: str) -> bool:
         source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
         if not source.is_file():
             continue
-        if module in NEEDS_VLLM:
+        if module in NEEDS_ENGINE:
             return all(re.search(rf"^\s*(class|def) {part}\b", source.read_text(), re.M) for part in parts[count:])
         thing: object = importlib.import_module(module)
         for attribute in parts[count:]:
@@ -73,6 +75,32 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
             found = path.parent / file if file else path
             assert found.exists(), link
             assert not anchor or anchor in anchors(found), link
+
+
+PUBLIC = ("", ".torch", ".transformers", ".trl", ".interop", ".sglang", ".trackers", ".testing")
+
+
+def public_names() -> dict[str, object]:
+    modules = [importlib.import_module(f"deltasync{name}") for name in PUBLIC]
+    return {name: getattr(module, name) for module in modules for name in module.__all__}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_python_of_the_pages_names_what_exists(page: str) -> None:
+    """Imports from deltasync, and the arguments in calls of public names, in blocks of code and inside of sentences."""
+    known, text = public_names(), (ROOT / page).read_text()
+    codes = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    for code in re.findall(r"`(?:deltasync\.)?(\w+\([^`]*\))`", without_code(text)):
+        if code.partition("(")[0] in known:
+            codes.append(code.replace("\n", " "))
+    for node in (node for code in codes for node in ast.walk(ast.parse(code.replace("…", "...")))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deltasync"):
+            assert all(defines(f"{node.module}.{alias.name}") for alias in node.names), ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func).removeprefix("deltasync.")
+            if name in known:
+                taken = inspect.signature(known[name]).parameters  # type: ignore[arg-type]
+                assert {keyword.arg for keyword in node.keywords} <= taken.keys(), ast.unparse(node)
 
 
 def test_every_function_that_the_walk_names_exists() -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,11 @@ def test_pods_have_no_rights_in_the_cluster_and_all_their_volumes(file: Path) ->
                 for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                     if probe in container:
                         assert container[probe]["httpGet"]["port"] in ports
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_secret_is_created_by_the_readme(file: Path) -> None:
+    created = set(re.findall(r"kubectl create secret generic (\S+)", (FOLDER / "README.md").read_text()))
+    named = set(re.findall(r"secret(?:KeyRef|Ref|): \{(?:secretName|name): ([\w-]+)", file.read_text()))
+    assert named
+    assert named <= created

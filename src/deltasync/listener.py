@@ -33,6 +33,15 @@ class Request:
         given = self.headers.get("Authorization", "")
         return token is None or hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it names this machine by a loopback name: a page whose host's name leads here gives its own name."""
+        try:
+            name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+            return name == "localhost" or ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
+
 
 @dataclass(frozen=True, slots=True)
 class Response:

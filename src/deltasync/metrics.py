@@ -90,8 +90,9 @@ def listening(
     """Serve `/healthz`, `/readyz`, `/status` and `/metrics` during the block; gives the URL. Port 0 takes a free one.
 
     The status has a `version`. `why_not_ready` is asked for each `GET /readyz`. `details` are added to the status. With
-    a token, `/status` without it is 401; the others, which probes and scrapers read, need none. InvalidInputError
-    without a token if other hosts could reach the address.
+    a token, `/status` without it is 401; without one it is 403 for requests that do not name a loopback address. The
+    others, which probes and scrapers read, need neither. InvalidInputError without a token if other hosts could reach
+    the address.
     """
 
     def respond(request: Request) -> Response:
@@ -109,6 +110,8 @@ def listening(
         if not request.is_allowed(token):
             return Response.unauthorized()
         if asked == ("GET", "/status"):
+            if token is None and not request.is_local:
+                return Response.json(403, {"error": {"kind": "host", "hint": "ask 127.0.0.1 or localhost"}})
             return Response.json(200, {**asdict(status()), "not_ready": why_not_ready(), **details()})
         hint = "GET /healthz, /readyz, /status or /metrics"
         if asked == ("GET", "/metrics"):

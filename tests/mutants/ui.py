@@ -6,9 +6,9 @@ MUTANTS = (
     Mutant(
         name="page-answers-any-host",
         harm="A page of another host whose name leads to 127.0.0.1 reads the feed through the user's browser.",
-        path="src/deltasync/ui/page.py",
-        old='        return name == "localhost" or ipaddress.ip_address(name).is_loopback\n',
-        new="        return bool(name)\n",
+        path="src/deltasync/listener.py",
+        old='            return name == "localhost" or ipaddress.ip_address(name).is_loopback\n',
+        new="            return bool(name)\n",
         killers=("tests/unit/test_ui_page.py::test_without_a_token_only_names_of_this_machine_are_answered",),
     ),
     Mutant(

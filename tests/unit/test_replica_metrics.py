@@ -119,10 +119,13 @@ def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
 LISTENED = Status("r", 3, 5, 2, 3, None, False, True, None, None)
 
 
-def ask(address: str, method: str, path: str, token: str | None = None) -> tuple[int, bytes]:
+def ask(
+    address: str, method: str, path: str, token: str | None = None, *, host: str | None = None
+) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(address, timeout=LONG_S)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
-        connection.request(method, path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+        connection.request(method, path, headers=headers if host is None else {**headers, "Host": host})
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
@@ -162,6 +165,17 @@ def test_a_listener_without_a_token_and_without_metrics() -> None:
         assert ask(address, "GET", "/status")[0] == 200
         code, content = ask(address, "GET", "/metrics")
         assert (code, b"deltasync[metrics]" in content) == (404, True)
+
+
+def test_the_status_is_not_for_pages_of_other_hosts() -> None:
+    """A page can have its own name lead to 127.0.0.1: a browser then lets it read the answers. It has no token."""
+    with listening(lambda: LISTENED, "127.0.0.1", 0) as url:
+        address = url.removeprefix("http://")
+        assert ask(address, "GET", "/status", host="page.example")[0] == 403
+        assert ask(address, "GET", "/status", host="localhost:9090")[0] == 200
+        assert ask(address, "GET", "/healthz", host="page.example")[0] == 200
+    with listening(lambda: LISTENED, "127.0.0.1", 0, token="t") as url:
+        assert ask(url.removeprefix("http://"), "GET", "/status", "t", host="page.example")[0] == 200
 
 
 def test_a_listener_says_whether_it_is_ready() -> None:

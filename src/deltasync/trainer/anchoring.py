@@ -17,7 +17,7 @@ from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Region, Runs
 from deltasync.parallel import Pool
 from deltasync.trainer.capture import Shadow
-from deltasync.trainer.events import AnchorProgress, CommittedVersion, Observer, log_observer_error
+from deltasync.trainer.events import AnchorProgress, CommittedVersion, Observer, logging_observer_error
 from deltasync.trainer.version import VersionWriter
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class Anchors:
         past = PastWeights(self._shadow)
         self._past.append(past)
         done = self._pool.submit(self._versions.add_anchor, manifest, past, progress=AnchorProgress(manifest.version))
-        self._pool.submit(self._finish, past, done).add_done_callback(log_observer_error)
+        self._pool.submit(self._finish, past, done)
 
     def start(self) -> None:
         """Start the worker thread."""
@@ -187,4 +187,5 @@ class Anchors:
             # The feed is complete without it.
             logger.error("the anchor was not written, the next version gets one: %s", error)
         elif self._observer is not None:
-            self._observer(done.result().event())
+            with logging_observer_error():
+                self._observer(done.result().event())

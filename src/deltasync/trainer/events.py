@@ -3,8 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from deltasync.errors import StoreError
@@ -76,10 +76,12 @@ def report_upkeep(observer: Observer | None, role: str, upkeep: Upkeep) -> None:
         maintains(role, upkeep)
 
 
-def log_observer_error(done: "Future[None]") -> None:
-    """Log the error of an observer. The version is committed all the same."""
-    error = done.exception()
-    if error is not None:
+@contextmanager
+def logging_observer_error() -> Iterator[None]:
+    """Log the error of an observer that is called in the block. The version is committed all the same."""
+    try:
+        yield
+    except BaseException as error:
         logger.error("an observer of publications failed: %r", error, exc_info=error)
 
 

@@ -30,7 +30,7 @@ from deltasync.trainer.events import (
     Observer,
     Publication,
     PublishEvent,
-    log_observer_error,
+    logging_observer_error,
     report_failure,
 )
 from deltasync.trainer.version import Metadata, VersionWriter
@@ -191,7 +191,7 @@ class Pipeline:
         self._in_flight, self._pending = job, None
         done = self._pool.submit(self._write, job)
         # The pool has one thread, so that this runs after the job, and never in the trainer's thread.
-        self._pool.submit(self._finish, job, done).add_done_callback(log_observer_error)
+        self._pool.submit(self._finish, job, done)
 
     def _write(self, job: _Job) -> tuple[Manifest, PublishEvent]:
         if self._uncertain is not None:
@@ -292,12 +292,15 @@ class Pipeline:
                     publication.fail(self._stopped)
             self._idle.notify_all()
         if error is not None:
-            report_failure(self._observer, error)
+            with logging_observer_error():
+                report_failure(self._observer, error)
         for event in events if error is not None else (*events, done.result()[1]):
             logger.info("%s", event)
-            self._trace(event, job)
+            with logging_observer_error():
+                self._trace(event, job)
             if self._observer is not None:
-                self._observer(event)
+                with logging_observer_error():
+                    self._observer(event)
 
     def _trace(self, event: PublishEvent, job: _Job) -> None:
         """Record the span of a version. What was held in the trainer's thread ended before the other phases began."""

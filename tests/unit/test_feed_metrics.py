@@ -11,13 +11,14 @@ from deltasync.feed.compact import Compactor
 from deltasync.feed.metrics import PHASES, UpkeepCollector
 from deltasync.feed.pins import pin
 from deltasync.feed.prune import Pruner, Retention
-from deltasync.feed.relay import Relay
+from deltasync.feed.relay import Relay, Relayed
 from deltasync.feed.upkeep import Upkeep
 from deltasync.format import keys
 from deltasync.format.sealed import Heartbeat
 from deltasync.metrics import exposition
 from deltasync.store.memory import MemoryStore
-from deltasync.store.protocol import Data
+from deltasync.store.protocol import Data, Store
+from deltasync.testing.faulty import Fault, FaultyStore, at
 
 Samples = dict[tuple[str, ...], float]
 
@@ -125,6 +126,54 @@ def test_a_run_that_is_stopped_counts_what_it_deleted() -> None:
     assert found["pruner_deleted_objects_total",] == 3
     assert found["pruner_deleted_bytes_total",] == before - stored > 0
     assert found["pruner_stored_bytes",] == stored
+
+
+def test_a_run_that_fails_counts_what_it_deleted() -> None:
+    feed = grown(12)
+    before = _payload_bytes(feed.store)
+    deletions = iter(range(100))
+    refused = Fault("refuse", transient=False)
+    store = FaultyStore(feed.store, lambda op: refused if op.verb == "delete" and next(deletions) == 3 else None)
+    pruner = Pruner(store, Retention(anchors=1, versions=1))
+    with pytest.raises(StoreError):
+        pruner.run()
+    failed = samples(UpkeepCollector("pruner", {(): pruner.upkeep}))
+    stored = _payload_bytes(feed.store)
+    assert failed["pruner_deleted_objects_total",] == 3
+    assert failed["pruner_deleted_bytes_total",] == before - stored > 0
+    assert (failed["pruner_version",], failed["pruner_runs_total",]) == (10, 0)
+    pruning, _ = pruner.run()
+    found = samples(UpkeepCollector("pruner", {(): pruner.upkeep}))
+    assert found["pruner_deleted_objects_total",] == 3 + len(pruning.keys)
+
+
+def test_a_relay_that_fails_counts_what_it_sent() -> None:
+    """At whatever operation of the destination it fails: the next attempt does not send again what is there."""
+    feed, number, is_over = grown(8), 1, False
+    while not is_over:
+        copy = MemoryStore()
+        relay = Relay(feed.store, FaultyStore(copy, at(number, Fault("refuse", transient=False))), retry_s=0.0)
+        collector = UpkeepCollector.of_relays(relay)
+        sent: list[Relayed] = []
+        try:
+            for part in relay.advance():
+                sent.append(part)
+            is_over = True
+        except StoreError:
+            failed = samples(collector)
+            assert failed["relay_payload_bytes_total",] == _payload_bytes(copy), number
+            assert failed.get(("relay_version",)) == max((part.version for part in sent), default=None), number
+            sent.extend(relay.advance())
+        found = samples(collector)
+        assert found["relay_payload_bytes_total",] == _payload_bytes(copy)
+        assert [(part.kind, part.version) for part in sent] == [("anchor", 6), ("delta", 7)], number
+        assert (found["relay_edges_total", "anchor"], found["relay_edges_total", "delta"]) == (1, 1)
+        number += 1
+    assert number > 20
+
+
+def _payload_bytes(store: Store) -> int:
+    return sum(item.nbytes for item in store.list(keys.PAYLOADS))
 
 
 def test_a_relay() -> None:

@@ -6,7 +6,7 @@ must find that its next version exists, however old it is.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,20 +131,22 @@ class Pruner:
             with upkeep.phase("plan"):
                 pruning, kept, contents = _plan(self._log, self._retention, self._clock, self._known)
             self._known.forget(contents, kept)
-            with upkeep.phase("delete"):
-                stay = prune(self._log.store, pruning, clock=self._clock, is_stopping=is_stopping)
             stored = {keys.payload_key(sha256): item.nbytes for sha256, item in contents.payloads.items()}
             upkeep.head, upkeep.version = contents.head, pruning.floor
-            deleted_bytes = pruning.payload_bytes - sum(stored.get(key, 0) for key in stay)
+            deleted: set[str] = set()
+            with upkeep.phase("delete"):
+                # Counted one by one: an error does not bring back what was deleted before it.
+                for key in _deletions(self._log.store, pruning, clock=self._clock, is_stopping=is_stopping):
+                    deleted.add(key)
+                    upkeep.count("deleted_objects")
+                    upkeep.count("deleted_bytes", stored.get(key, 0))
             upkeep.figures = {
-                "stored_bytes": sum(stored.values()) - deleted_bytes,
+                "stored_bytes": sum(nbytes for key, nbytes in stored.items() if key not in deleted),
                 "held_replicas": len(pruning.held_by),
                 "held_pins": len(pruning.pinned),
             }
             upkeep.count("runs")
-            upkeep.count("deleted_objects", len(pruning.keys) - len(stay))
-            upkeep.count("deleted_bytes", deleted_bytes)
-            return pruning, stay
+            return pruning, _kept(pruning, deleted)
 
 
 def prune(
@@ -161,31 +163,39 @@ def prune(
     within a day by the store's own clock, or that a manifest names by now, and what a version needs that was pinned
     after the plan was made. `is_stopping` is called before each deletion: if it returns True, the rest stays, too.
     """
-    first_orphan = len(pruning.keys) - pruning.orphans
-    orphans = pruning.keys[first_orphan:]
-    kept: list[str] = []
     with opened(feed) as store:
-        log = Log(store)
-        before_unix_s = probe_clock(store) - ORPHAN_S if orphans else 0.0
-        named = _named_since(log, pruning.manifests) if orphans else set()
-        if pruning.floor > log.floor_of(keys.FLOOR):
-            store.put(keys.FLOOR, FloorRecord(pruning.floor).to_bytes())
-        # After the floor: `pin` writes first and reads the floor last, so that one of the two sees the other.
-        needed = _pinned_since(log, pruning)
-        wanted = named | needed
-        for key in pruning.keys[:first_orphan]:
-            if key in needed or is_stopping():
-                kept.append(key)
-            else:
-                store.delete(key)
-        for key in orphans:
-            if key not in wanted and not is_stopping() and _is_older(store, key, before_unix_s, clock):
-                store.delete(key)
-            else:
-                kept.append(key)
+        return _kept(pruning, set(_deletions(store, pruning, clock=clock, is_stopping=is_stopping)))
+
+
+def _kept(pruning: Pruning, deleted: Collection[str]) -> tuple[str, ...]:
+    kept = tuple(key for key in pruning.keys if key not in deleted)
     for key in kept:
         logger.info("%s stays: it was put again, or a manifest or a pin needs it by now", key)
-    return tuple(kept)
+    return kept
+
+
+def _deletions(
+    store: Store, pruning: Pruning, *, clock: Callable[[], float], is_stopping: Callable[[], bool]
+) -> Iterator[str]:
+    """Raise the floor, and delete what `prune` deletes. Yields each key that was deleted."""
+    log = Log(store)
+    first_orphan = len(pruning.keys) - pruning.orphans
+    orphans = pruning.keys[first_orphan:]
+    before_unix_s = probe_clock(store) - ORPHAN_S if orphans else 0.0
+    named = _named_since(log, pruning.manifests) if orphans else set()
+    if pruning.floor > log.floor_of(keys.FLOOR):
+        store.put(keys.FLOOR, FloorRecord(pruning.floor).to_bytes())
+    # After the floor: `pin` writes first and reads the floor last, so that one of the two sees the other.
+    needed = _pinned_since(log, pruning)
+    wanted = named | needed
+    for key in pruning.keys[:first_orphan]:
+        if key not in needed and not is_stopping():
+            store.delete(key)
+            yield key
+    for key in orphans:
+        if key not in wanted and not is_stopping() and _is_older(store, key, before_unix_s, clock):
+            store.delete(key)
+            yield key
 
 
 def _pinned_since(log: Log, pruning: Pruning) -> set[str]:

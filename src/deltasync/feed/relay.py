@@ -209,7 +209,6 @@ class Relay:
         with self.upkeep.attempt(self._retry):
             for sent in self._advance():
                 self.upkeep.count(f"{sent.kind}_edges")
-                self.upkeep.count("payload_bytes", sent.payload_bytes)
                 self.upkeep.count("manifest_bytes", sent.manifest_bytes)
                 self.upkeep.count("left_out", sent.left_out)
                 yield sent
@@ -240,27 +239,33 @@ class Relay:
         self.upkeep.version, self.upkeep.head = self.version, None if self._head is None else self._head.version
         return self._head is not None and (self._at is None or self._at.version < self._head.version)
 
-    def _send_next(self) -> list[Relayed]:
+    def _send_next(self) -> Iterator[Relayed]:
         """Send the next delta, or the cheapest edges to the head where the copy is new or far behind."""
+        sent: list[Relayed] = []
+        try:
+            self._send_to_next(sent)
+        finally:
+            # Also after an error: the edges before it are part of the copy.
+            yield from sent
+
+    def _send_to_next(self, sent: list[Relayed]) -> None:
         head, at = self._head, self._at
         if head is None:
-            return []
+            return
         targets = [head]
         if at is None and self._every:
             targets = [self._first(), head]
         elif at is not None and (self._every or head.version - at.version <= LAG_MAX):
             targets = [self._retry(lambda: self._source.read(at.version + 1)), head]
-        sent: list[Relayed] = []
         for target in targets:
             try:
                 with_fallback(self._source, target, partial(self._send_plan, sent), start=lambda: self.version)
-                return sent
+                return
             except NotFoundError as error:
                 # The source has pruned it, or is a copy that left it out: a later version may have a way to it.
                 if target is targets[-1]:
                     raise
                 logger.info("version %d is left out: %s", target.version, error)
-        return sent
 
     def _first(self) -> Manifest:
         """The oldest version that the source promises to keep."""
@@ -296,6 +301,7 @@ class Relay:
                 manifest_bytes += self._copy_versions(between)
         payload_bytes += self._require_kept(refs)
         self._at = version
+        self.upkeep.version = version.version
         for ref in refs:
             self._put_unix_s.pop(ref.sha256, None)
         return Relayed(
@@ -389,6 +395,8 @@ class Relay:
         with self.upkeep.phase("put"):
             self._retry(lambda: self._copy.store.put(keys.payload_key(ref.sha256), data))
         self._put_unix_s[ref.sha256] = put_unix_s
+        # Here, as it is not sent again after an error, or when a new version goes first.
+        self.upkeep.count("payload_bytes", ref.nbytes)
         return ref.nbytes
 
     def _renew(self, refs: "list[PayloadRef] | tuple[PayloadRef, ...]") -> int:

@@ -377,3 +377,31 @@ def test_a_link_that_is_slower_than_training(slower: float, every: bool, version
         assert sent_bytes < source_bytes / 3
         assert left_out > versions / 2
         assert max(lags) < 150, "without skips it would be nine tenths of all versions"
+
+
+class Growing(WrapperStore):
+    """A source that gets one more version when an object with one of these keys is read."""
+
+    def __init__(self, feed: Feed, names: list[str]) -> None:
+        super().__init__(feed.store)
+        self._feed, self._names = feed, names
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        if key in self._names:
+            self._names = []
+            self._feed.delta()
+        return super().get_range(key, offset, length)
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("read", ["manifest", "payload"])
+def test_a_version_that_comes_while_an_anchor_is_sent_does_not_leave_it_out(read: str, every: bool) -> None:
+    """A single run copies both: the newest version and the newest anchor."""
+    feed, copy = anchored(4, anchors=()), MemoryStore()
+    relay(feed.store, copy, every=every)
+    anchor = feed.late_anchor(2)
+    names = [keys.anchor_key(2)] if read == "manifest" else feed.payload_keys(anchor)
+    (sent,) = relay(Growing(feed, names), copy, every=every)
+    assert [(part.kind, part.version) for part in sent] == [("delta", 4), ("anchor", 2)]
+    assert Log(copy).anchors() == [2]
+    assert require_copy(feed, copy).head == 4

@@ -26,7 +26,7 @@ from deltasync.errors import (
 from deltasync.feed.fetch import fetch
 from deltasync.feed.log import READ_THREADS, RELAY_ENGINE, Log, get_manifest, is_live, parse_manifest, with_reread
 from deltasync.feed.plan import Edge, Plan
-from deltasync.feed.replay import blocking, with_fallback
+from deltasync.feed.replay import BlockedError, blocking, with_fallback
 from deltasync.feed.upkeep import Upkeep
 from deltasync.feed.writer import LATE_S, Writer, probe_clock
 from deltasync.format import keys
@@ -217,10 +217,13 @@ class Relay:
         if not self._is_open:
             self._open()
         self._beat()
+        yield from self._send_versions()
+        yield from self._send_others()
+
+    def _send_versions(self) -> Iterator[Relayed]:
         while self._is_behind():
             yield from self._send_next()
             self._beat()
-        yield from self._send_others()
 
     def _beat(self) -> None:
         if self._beats is None:
@@ -331,7 +334,7 @@ class Relay:
             )
 
     def _send_others(self) -> Iterator[Relayed]:
-        """Send anchors and skips, payload by payload: a new version goes first."""
+        """Send anchors and skips, payload by payload: a new version goes first, and they go on after it."""
         now_unix_s = self._clock()
         if 0 < self._others_due_unix_s - now_unix_s <= OTHERS_S:
             return
@@ -339,15 +342,16 @@ class Relay:
             sent_bytes = 0
             try:
                 for ref in edge.manifest.payloads:
-                    if self._is_behind():
-                        return
-                    sent_bytes += self._put(ref)
-                sent_bytes += self._renew(edge.manifest.payloads)
-                with self.upkeep.phase("commit"):
-                    manifest_bytes = self._copy_manifest(edge.key)
-                sent_bytes += self._require_kept(edge.manifest.payloads)
-            except (CorruptError, NotFoundError) as error:
-                logger.info("%s is not copied: %s", edge.key, error)
+                    with blocking(edge):
+                        sent_bytes += self._put(ref)
+                    yield from self._send_versions()
+                with blocking(edge):
+                    sent_bytes += self._renew(edge.manifest.payloads)
+                    with self.upkeep.phase("commit"):
+                        manifest_bytes = self._copy_manifest(edge.key)
+                    sent_bytes += self._require_kept(edge.manifest.payloads)
+            except BlockedError as error:
+                logger.info("%s is not copied: %s", edge.key, error.cause)
                 continue
             for ref in edge.manifest.payloads:
                 self._put_unix_s.pop(ref.sha256, None)

@@ -405,3 +405,17 @@ def test_a_version_that_comes_while_an_anchor_is_sent_does_not_leave_it_out(read
     assert [(part.kind, part.version) for part in sent] == [("delta", 4), ("anchor", 2)]
     assert Log(copy).anchors() == [2]
     assert require_copy(feed, copy).head == 4
+
+
+def test_what_a_pruner_of_the_copy_has_deleted_is_not_sent_again() -> None:
+    """A relay that goes on all the time, with its own memory of the copy, and a pruner beside it."""
+    feed, copy, now_unix_s = anchored(), MemoryStore(), [1e9]
+    compact(feed.store, levels=(4,))
+    relaying = Relay(feed.store, copy, every=True, skips=True, clock=lambda: now_unix_s[0])
+    list(relaying.advance())
+    assert Log(copy).anchors() == [4, 8]
+    prune(copy, plan_prune(copy, Retention(anchors=1, versions=1)))
+    kept = [item.key for item in copy.list()]
+    now_unix_s[0] += 60
+    assert list(relaying.advance()) == []
+    assert [item.key for item in copy.list()] == kept

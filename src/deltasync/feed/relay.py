@@ -365,6 +365,8 @@ class Relay:
         if self._at is None or not (self._has_anchors or self._has_skips):
             return []
         source, copy, newest = self._source, self._copy, self._at.version
+        # A pruner of the copy raises its floor: what it has deleted is not sent again.
+        self._floor = max(self._floor, self._retry(copy.floor))
         wanted: list[str] = []
         if self._has_anchors:
             there = self._retry(source.anchors)

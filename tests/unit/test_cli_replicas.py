@@ -582,7 +582,9 @@ def test_the_environment_of_a_server() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--feed", "feed", "--scrub-s", "often"], "DELTASYNC_SCRUB_S is 'often'"),
+        ([], "there is no feed to follow (pass --feed URL or --adapter NAME=URL, or set DELTASYNC_FEED)"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter a is given twice"),
+        (["--feed", "feed", "--replica", "a/b"], "'a/b' is not a replica id"),
         (["--feed", "ftp://x"], "ftp:// is not a kind of store"),
         (["--feed", "feed", "--token-file", "none"], "none"),
         (["--feed", "feed", "--token-file", "empty"], "empty is empty"),
@@ -596,6 +598,24 @@ def test_serve_refuses(
     (place / "empty").write_text("\n")
     assert run("serve", *arguments) == 1
     assert message in refusal(capsys)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--scrub-s", "often", "'often' is not a number of seconds above 0, or off"),
+        ("--ready-s", "0", "'0' is not a number of seconds above 0, or off"),
+        ("--adapter", "math", "'math' is not NAME=URL without spaces"),
+        ("--adapter", "a=x b=y", "'a=x b=y' is not NAME=URL without spaces"),
+    ],
+)
+def test_serve_names_the_option_and_not_its_variable(
+    place: Path, capsys: Out, option: str, value: str, message: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("serve", "--feed", "feed", option, value)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: argument {option}: {message} (see `deltasync serve --help`)\n"
 
 
 SERVER = """

@@ -315,6 +315,14 @@ def test_ui_serves_until_a_signal(place: Path) -> None:
         assert process.wait(LONG_S) == 0
 
 
+@pytest.mark.parametrize("command", ["ui", "watch", "report"])
+def test_a_mistyped_feed_is_refused(place: Path, capsys: Out, command: str) -> None:
+    options = {"ui": ["--listen", "127.0.0.1:0"], "watch": [], "report": ["-o", "report.html"]}
+    assert cli.main([command, "fed", *options[command]]) == 1
+    assert "fed (check that this is the URL of a feed" in capsys.readouterr().err
+    assert not (place / "report.html").exists()
+
+
 def test_ui_refuses_to_listen_for_all_without_a_token(place: Path, capsys: Out) -> None:
     assert cli.main(["ui", "feed", "--listen", "0.0.0.0:0"]) == 1
     assert "DELTASYNC_TOKEN" in capsys.readouterr().err

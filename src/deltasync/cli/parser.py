@@ -196,6 +196,12 @@ def seconds_or_off(text: str) -> float | None:
         raise argparse.ArgumentTypeError(f"{error}, or off") from error
 
 
+def seconds_text(text: str) -> str:
+    """A number of seconds, or `off`, as it was given: for an environment variable."""
+    seconds_or_off(text)
+    return text
+
+
 Commands = Any
 """What `add_subparsers` returns; its class is private."""
 

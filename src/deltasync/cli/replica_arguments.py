@@ -1,5 +1,6 @@
 """The arguments of commands on replicas: follow, status, watch, ui, report, serve."""
 
+import argparse
 from pathlib import Path
 from typing import get_args
 
@@ -16,8 +17,21 @@ from deltasync.cli.parser import (
     address,
     seconds,
     seconds_or_off,
+    seconds_text,
 )
-from deltasync.vllm.settings import CachePolicy, OnRefused, PauseMode
+from deltasync.errors import InvalidInputError
+from deltasync.vllm.settings import CachePolicy, OnRefused, PauseMode, parse_adapters
+
+
+def adapter(text: str) -> str:
+    """NAME=URL, as it was given: all of them become one environment variable, with spaces between them."""
+    try:
+        is_pair = len(parse_adapters(text)) == 1 and text.split() == [text]
+    except InvalidInputError:
+        is_pair = False
+    if not is_pair:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not NAME=URL without spaces")
+    return text
 
 
 def add_follow(commands: Commands) -> None:
@@ -160,6 +174,7 @@ def add_serve(commands: Commands) -> None:
     )
     parser.add_argument(
         "--adapter",
+        type=adapter,
         action="append",
         default=[],
         metavar="NAME=URL",
@@ -176,8 +191,12 @@ def add_serve(commands: Commands) -> None:
     parser.add_argument("--pause", choices=get_args(PauseMode), help="what happens to requests in flight at a switch")
     parser.add_argument("--cache", choices=get_args(CachePolicy), help="what happens to the KV cache at a switch")
     parser.add_argument("--on-refused", choices=get_args(OnRefused), help="what to do if the feed is refused for good")
-    parser.add_argument("--ready-s", metavar="S", help="ready while the version was the newest at most S seconds ago")
-    parser.add_argument("--scrub-s", metavar="S", help="compare all weights with the mirror about every S seconds")
+    parser.add_argument(
+        "--ready-s", type=seconds_text, metavar="S", help="ready while the version was the newest at most S seconds ago"
+    )
+    parser.add_argument(
+        "--scrub-s", type=seconds_text, metavar="S", help="compare all weights with the mirror about every S seconds"
+    )
     add_replica(parser)
     add_base(parser)
     add_trust_code(parser, "use")

@@ -12,7 +12,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from deltasync.cli.output import Output
+from deltasync.cli.parser import FEED_VARIABLE
 from deltasync.errors import InvalidInputError
+from deltasync.format import keys
 from deltasync.store import open_store
 from deltasync.vllm.home import MIRROR, MODEL, BareModel, found_home
 from deltasync.vllm.plugin import BACKEND
@@ -32,6 +34,7 @@ _PLUGIN_GROUPS = (
 
 def serve(args: argparse.Namespace, out: Output) -> None:
     """Replace this process by the server."""
+    _require_usable(args, os.environ)
     token = (os.environ.get("DELTASYNC_TOKEN") or None) if args.token_file is None else _read_token(args.token_file)
     given = {
         "FEED": args.feed,
@@ -61,6 +64,19 @@ def serve(args: argparse.Namespace, out: Output) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(launch.command[0], launch.command, launch.environment)
+
+
+def _require_usable(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """InvalidInputError, which names the option, for what the server would refuse as the value of a variable."""
+    names = [pair.partition("=")[0] for pair in args.adapter]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidInputError(f"--adapter {twice} is given twice", hint="give each adapter a name of its own")
+    if not (args.feed or names or environment.get(FEED_VARIABLE) or environment.get("DELTASYNC_ADAPTERS")):
+        hint = f"pass --feed URL or --adapter NAME=URL, or set {FEED_VARIABLE}"
+        raise InvalidInputError("there is no feed to follow", hint=hint)
+    if args.replica is not None:
+        keys.replica_key(args.replica)
 
 
 def _read_token(path: Path) -> str:

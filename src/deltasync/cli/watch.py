@@ -34,6 +34,8 @@ def ui(args: argparse.Namespace, out: Output) -> None:
     """Serve the page until SIGINT or SIGTERM; its address is printed to stderr."""
     token = os.environ.get("DELTASYNC_TOKEN") or None
     with opened(args.url) as store:
+        # A mistyped URL must not look as if there were nothing yet.
+        Log(store).require_head()
         page = Page(store, token=token)
         # Before the address is printed: from then on a signal ends it as it should.
         with calling_on_signal(page.stop), serving(page, *args.listen, has_token=token is not None) as url:

@@ -73,11 +73,12 @@ class Settings:
             cache=cast(CachePolicy, _one_of("cache", values.get("cache", "clear"), get_args(CachePolicy))),
             on_refused=cast(OnRefused, _one_of("on_refused", values.get("on_refused", "exit"), get_args(OnRefused))),
             ready_s=_seconds("ready_s", values.get("ready_s", "300")),
-            adapters=_adapters(values.get("adapters", "")),
+            adapters=parse_adapters(values.get("adapters", "")),
         )
 
 
-def _adapters(value: str) -> dict[str, str]:
+def parse_adapters(value: str) -> dict[str, str]:
+    """The feeds of adapters by their names, from the value of `DELTASYNC_ADAPTERS`."""
     adapters: dict[str, str] = {}
     for pair in value.split():
         name, _, url = pair.partition("=")

@@ -1,6 +1,7 @@
 """The commands import, export and publish --watch."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -111,3 +112,43 @@ def test_a_watch_goes_on_until_a_signal(place: Path) -> None:
         assert process.wait(LONG_S) == 0
     deltasync.restore("watched", "out")
     assert deltasync.digest("out") == deltasync.digest("step_10")
+
+
+FOLLOWING = {
+    "publish": ["publish", "new", "--watch", "step_*", "--settle-s", "0.1", "--shadow", "shadow"],
+    "export": ["export", "feed", "new", "--follow"],
+    "import": ["import", "folders", "new", "--follow", "--base", "step_0"],
+    "relay": ["relay", "feed", "new", "other", "--follow"],
+    "compact": ["compact", "feed", "--levels", "2", "--follow"],
+    "prune": ["prune", "feed", "--keep-anchors", "1", "--keep-versions", "1", "--yes", "--follow"],
+    "follow": ["follow", "feed", "--target", "new", "--mirror", "mirror"],
+}
+
+
+@pytest.mark.parametrize("argv", FOLLOWING.values(), ids=FOLLOWING.keys())
+def test_a_command_that_follows_ends_when_its_reader_has_gone(place: Path, argv: list[str]) -> None:
+    """It says nothing: the exit code is that of a closed pipe."""
+    deltasync.publish("feed", "step_0", anchor=True)
+    assert cli.main(["export", "feed", "folders"]) == 0
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert ended(argv, writing) == (141, "")
+    os.close(writing)
+    assert not list(place.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("argv", FOLLOWING.values(), ids=FOLLOWING.keys())
+def test_a_command_that_follows_ends_when_its_output_has_no_space(place: Path, argv: list[str]) -> None:
+    deltasync.publish("feed", "step_0", anchor=True)
+    assert cli.main(["export", "feed", "folders"]) == 0
+    with open("/dev/full", "w") as full:
+        code, err = ended([*argv, "--json"], full.fileno())
+    assert code == 1
+    assert json.loads(err)["error"]["hint"] == "the disk is full: free some space, or choose another place"
+
+
+def ended(argv: list[str], output: int) -> tuple[int, str]:
+    """The exit code and the standard error of a command with this standard output."""
+    command = [sys.executable, "-m", "deltasync", *argv]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False, timeout=LONG_S)
+    return done.returncode, done.stderr

@@ -1,19 +1,18 @@
 """Commands on folders that others write or read: import, export, and publish --watch."""
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from deltasync.cli.output import Output
+from deltasync.cli.output import Output, printing
 from deltasync.cli.service import poll_until_signal
 from deltasync.cli.units import number_text, share_text, size_text
 from deltasync.errors import InvalidInputError, NotFoundError
 from deltasync.feed.prune import Retention
-from deltasync.trainer.events import Publication
+from deltasync.format.manifest import Manifest
 from deltasync.trainer.publisher import PublisherOptions
 from deltasync.trainer.watch import SETTLE_S, CheckpointWatch
 
@@ -57,7 +56,7 @@ def watch(args: argparse.Namespace, out: Output) -> None:
             )
         _advance_all(
             watched.advance,
-            lambda publication: _print_publication(out, publication),
+            lambda publication: _print_version(out, publication.wait()),
             lambda: watched.waiting_for,
             follow=not args.once,
             settle_s=settle_s,
@@ -77,7 +76,7 @@ def import_folders(args: argparse.Namespace, out: Output) -> None:
     with Importer(args.folders, args.url, base=args.base, restart=args.restart, options=options) as importer:
         _advance_all(
             importer.advance,
-            lambda publication: _print_publication(out, publication),
+            lambda publication: _print_version(out, publication.wait()),
             lambda: importer.waiting_for,
             follow=args.follow,
         )
@@ -87,13 +86,13 @@ def export(args: argparse.Namespace, out: Output) -> None:
     """Write folders of deltas, and print a line for each."""
     from deltasync.interop import Exported, Exporter
 
+    @printing()
     def show(exported: Exported) -> None:
         if out.is_json:
             out.json_line({**asdict(exported), "path": str(exported.path)})
             return
         kind = "all weights" if exported.base_version is None else f"the change from version {exported.base_version}"
         out.line(f"{exported.path}: {kind}, {size_text(exported.nbytes)}", indent="  ")
-        sys.stdout.flush()
 
     with Exporter(
         args.url,
@@ -142,8 +141,8 @@ def _advance_all(
         time.sleep(_POLL_S)
 
 
-def _print_publication(out: Output, publication: Publication) -> None:
-    manifest = publication.wait()
+@printing()
+def _print_version(out: Output, manifest: Manifest) -> None:
     if out.is_json:
         out.json_line(
             {
@@ -161,4 +160,3 @@ def _print_publication(out: Output, publication: Publication) -> None:
         share = share_text(manifest.changed, manifest.elements)
         changed = f"{number_text(manifest.changed)} elements changed ({share})"
     out.line(f"version {manifest.version}, step {manifest.step}: {changed}, {size_text(manifest.nbytes)}", indent="  ")
-    sys.stdout.flush()

@@ -1,7 +1,6 @@
 """The `follow` command: a checkpoint folder that is kept at the newest version."""
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from deltasync.cli.output import Output
+from deltasync.cli.output import Output, printing
 from deltasync.cli.parser import require_unused
 from deltasync.cli.service import calling_on_signal, listening, require_address
 from deltasync.cli.units import count_text, duration_text, number_text, size_text, time_text
@@ -188,6 +187,7 @@ def _run_hook(follower: Follower, hook: Hook, *, has_moved: bool) -> float | Non
         follower.resume()
 
 
+@printing()
 def _print_move(out: Output, follower: Follower, moved: Advance) -> None:
     now_unix_s = time.time()
     lag = follower.status().lag
@@ -208,7 +208,6 @@ def _print_move(out: Output, follower: Follower, moved: Advance) -> None:
         )
         return
     out.line(f"{time_text(now_unix_s)}  {move_text(moved, lag=lag, lag_s=lag_s)}", indent=" " * 21)
-    sys.stdout.flush()
 
 
 def move_text(moved: Advance, *, lag: int | None, lag_s: float | None) -> str:

@@ -170,11 +170,10 @@ def guarded(run: Callable[[], None], *, is_json: bool = False) -> int:
         raise SystemExit(EXIT_USAGE) from None
     except DeltasyncError as error:
         return _fail(_fields(error), _exit_code(error), is_json=is_json)
-    except BrokenPipeError:
-        _abandon_stdout()
-        return EXIT_BROKEN_PIPE
     except OSError as error:
         _abandon_stdout()
+        if error.errno == errno.EPIPE:
+            return EXIT_BROKEN_PIPE
         return _fail(_os_fields(error), EXIT_ERROR, is_json=is_json)
     except KeyboardInterrupt:
         return _fail({"kind": "interrupted", "message": "interrupted"}, EXIT_INTERRUPTED, is_json=is_json)

@@ -28,6 +28,20 @@ _SHORT_TEXT = 24
 _RED, _FAINT, _BOLD, _RESET = "\x1b[31m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
+class OutputError(OSError):
+    """What a command prints cannot be written: nobody reads it any more, or the disk is full."""
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Flush what the block prints. An OSError becomes an OutputError, so that a poll loop ends instead of retrying."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        raise OutputError(error.errno, error.strerror) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table. `text` shows a value that is not None on a terminal; plain text has its `str`.

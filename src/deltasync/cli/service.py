@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from deltasync import metrics
-from deltasync.cli.output import Output
+from deltasync.cli.output import Output, OutputError
 from deltasync.errors import InvalidInputError
 from deltasync.metrics import Collector
 from deltasync.replica.loop import Loop
@@ -53,7 +53,19 @@ def run_until_signal(run: Callable[[], None], stop: Callable[[], None]) -> None:
 def poll_until_signal(step: Callable[[], bool], loop: Loop | None = None) -> None:
     """Call `step` in a poll loop until SIGINT or SIGTERM, or an error that a retry cannot fix."""
     loop = Loop() if loop is None else loop
-    run_until_signal(lambda: loop.run(step, lambda error: None), loop.stop)
+    unprinted: list[OutputError] = []
+
+    def printing_step() -> bool:
+        try:
+            return step()
+        except OutputError as error:
+            unprinted.append(error)
+            loop.stop()
+            return False
+
+    run_until_signal(lambda: loop.run(printing_step, lambda error: None), loop.stop)
+    for error in unprinted:
+        raise error
 
 
 def require_address(args: argparse.Namespace, *, follows: bool, without: str) -> None:

@@ -1,7 +1,6 @@
 """Commands that maintain a feed: prune, compact, relay, pin, unpin, pins."""
 
 import argparse
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltasync.cli.feeds import manifest_json
-from deltasync.cli.output import Column, Output
+from deltasync.cli.output import Column, Output, OutputError, printing
 from deltasync.cli.service import calling_on_signal, listening, poll_until_signal, require_address
 from deltasync.cli.units import count_text, number_text, share_text, size_text, time_text, versions_text
 from deltasync.errors import ConflictError, InvalidInputError
@@ -114,6 +113,7 @@ def _upkeep_listening(
     return listening(args, out, lambda: upkeep, collector, why_not_ready=upkeep.why_not_ready)
 
 
+@printing()
 def _print_run(out: Output, pruning: Pruning, stay: Sequence[str]) -> None:
     now_unix_s, deleted = time.time(), len(pruning.keys) - len(stay)
     if out.is_json:
@@ -124,7 +124,6 @@ def _print_run(out: Output, pruning: Pruning, stay: Sequence[str]) -> None:
     held = f"; {count_text(len(pruning.held_by), 'replica')} behind" if pruning.held_by else ""
     objects = f"{count_text(deleted, 'object')}, {size_text(pruning.payload_bytes)} deleted"
     out.line(f"{time_text(now_unix_s)}  {objects}; versions from {pruning.floor} on stay{held}", indent=" " * 21)
-    sys.stdout.flush()
 
 
 def compact(args: argparse.Namespace, out: Output) -> None:
@@ -138,10 +137,8 @@ def compact(args: argparse.Namespace, out: Output) -> None:
             before = len(written)
             for skip in compactor.advance():
                 written.append(skip)
-                if not out.is_json:
+                if args.follow or not out.is_json:
                     _print_skip(out, skip)
-                elif args.follow:
-                    out.json_line(_skip_json(skip))
                 if loop.is_stopping:
                     break
             return len(written) > before
@@ -161,10 +158,13 @@ def _skip_json(skip: Manifest) -> dict[str, Any]:
     return {**manifest_json(skip), "key": manifest_key(skip)}
 
 
+@printing()
 def _print_skip(out: Output, skip: Manifest) -> None:
+    if out.is_json:
+        out.json_line(_skip_json(skip))
+        return
     changed = f"{number_text(skip.changed or 0)} elements ({share_text(skip.changed or 0, skip.elements)})"
     out.line(f"skip from version {skip.parent} to {skip.version}: {changed}, {size_text(skip.nbytes)}", indent="  ")
-    sys.stdout.flush()
 
 
 def relay(args: argparse.Namespace, out: Output) -> None:
@@ -225,7 +225,7 @@ def _relays_listening(args: argparse.Namespace, out: Output, relays: Sequence[Re
 def _follow_relays(relays: Sequence[Relay], printer: "_RelayPrinter") -> None:
     """Copy new versions to all destinations until SIGINT or SIGTERM, or until one of them fails for good."""
     loops = [Loop() for _ in relays]
-    conflicts: list[ConflictError] = []
+    failures: list[ConflictError | OutputError] = []
 
     def stop() -> None:
         for loop in loops:
@@ -235,9 +235,9 @@ def _follow_relays(relays: Sequence[Relay], printer: "_RelayPrinter") -> None:
         def step() -> bool:
             try:
                 return printer.print_all(each, is_stopping=lambda: loop.is_stopping)
-            except ConflictError as error:
-                # No retry can help: the destination is a copy of something else by now.
-                conflicts.append(error)
+            except (ConflictError, OutputError) as error:
+                # No retry can help: the destination is a copy of something else by now, or nobody reads the lines.
+                failures.append(error)
                 stop()
                 return False
 
@@ -250,8 +250,8 @@ def _follow_relays(relays: Sequence[Relay], printer: "_RelayPrinter") -> None:
     with ThreadPoolExecutor(len(relays)) as pool, calling_on_signal(stop):
         for done in [pool.submit(follow, each, loop) for each, loop in zip(relays, loops, strict=True)]:
             done.result()
-    for conflict in conflicts:
-        raise conflict
+    for failure in failures:
+        raise failure
 
 
 class _RelayPrinter:
@@ -295,6 +295,7 @@ class _RelayPrinter:
             copies = [{"destination": url, "edges": edges, "bytes": sent_bytes} for url, edges, sent_bytes in totals]
             self._out.json({"sent": [sent.to_json() for sent in self._sent], "destinations": copies})
 
+    @printing()
     def _print(self, sent: Relayed) -> None:
         now_unix_s = time.time()
         if self._out.is_json and self._has_lines:
@@ -307,7 +308,6 @@ class _RelayPrinter:
         left_out = f", {count_text(sent.left_out, 'version')} left out" if sent.left_out else ""
         text = f"{sent.kind}{origin} to version {sent.version}, {size_text(sent.payload_bytes)}{left_out}"
         self._out.line(f"{time_text(now_unix_s)}  {sent.destination}: {text}", indent=" " * 21)
-        sys.stdout.flush()
 
 
 def pin(args: argparse.Namespace, out: Output) -> None:

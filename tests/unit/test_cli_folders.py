@@ -114,6 +114,21 @@ def test_a_watch_goes_on_until_a_signal(place: Path) -> None:
     assert deltasync.digest("out") == deltasync.digest("step_10")
 
 
+def test_a_watch_ends_where_another_one_publishes(place: Path) -> None:
+    command = [sys.executable, "-m", "deltasync", "publish", "new", "--watch", "step_*", "--settle-s", "0.1"]
+    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [json.loads(process.stdout.readline())["step"] for _ in range(3)] == [0, 1, 2]
+        deltasync.publish("new", "step_0")
+        write_sharded(place / "step_10", changed(state(), seed=9))
+        try:
+            _, err = process.communicate(timeout=LONG_S)
+        finally:
+            process.kill()
+    assert process.returncode == 4
+    assert "stop one of the two" in json.loads(err.splitlines()[-1])["error"]["hint"]
+
+
 FOLLOWING = {
     "publish": ["publish", "new", "--watch", "step_*", "--settle-s", "0.1", "--shadow", "shadow"],
     "export": ["export", "feed", "new", "--follow"],

@@ -10,7 +10,7 @@ from typing import TypeVar
 from deltasync.cli.output import Output, printing
 from deltasync.cli.service import poll_until_signal
 from deltasync.cli.units import number_text, share_text, size_text
-from deltasync.errors import InvalidInputError, NotFoundError
+from deltasync.errors import ConflictError, InvalidInputError, NotFoundError
 from deltasync.feed.prune import Retention
 from deltasync.format.manifest import Manifest
 from deltasync.trainer.publisher import PublisherOptions
@@ -126,7 +126,8 @@ def _advance_all(
         return done is not None
 
     if follow:
-        poll_until_signal(step)
+        # A publisher stops for good where another one writes to its feed.
+        poll_until_signal(step, final=(ConflictError,))
         return
     until_s = time.monotonic() + _ONCE_SETTLES * settle_s
     while True:

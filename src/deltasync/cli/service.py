@@ -1,11 +1,13 @@
 """What commands that run until SIGINT or SIGTERM share: signals, and health, status and metrics over HTTP."""
 
 import argparse
+import atexit
 import importlib.util
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,23 +24,37 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME_SIGNAL_S = 0.5
 
 
 @contextmanager
 def calling_on_signal(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on SIGINT or SIGTERM during the block. A second signal ends the process."""
+    """Call `stop` on SIGINT or SIGTERM during the block. A second signal ends the process.
+
+    One that follows at once is the same: `timeout` and other launchers pass on what the terminal has sent to all.
+    """
+    first_s: float | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:
-        for each in _STOP_SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-        stop()
+        nonlocal first_s
+        if first_s is None:
+            first_s = time.monotonic()
+            stop()
+        elif time.monotonic() - first_s > _SAME_SIGNAL_S:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     before = {each: signal.signal(each, handle) for each in _STOP_SIGNALS}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        if first_s is None:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+        else:
+            # The command ends, and the same signal may still come: also when the interpreter gives up its handlers.
+            for each in before:
+                atexit.register(signal.signal, each, signal.SIG_IGN)
 
 
 def run_until_signal(run: Callable[[], None], stop: Callable[[], None]) -> None:
@@ -50,22 +66,24 @@ def run_until_signal(run: Callable[[], None], stop: Callable[[], None]) -> None:
         pool.submit(run).result()
 
 
-def poll_until_signal(step: Callable[[], bool], loop: Loop | None = None) -> None:
-    """Call `step` in a poll loop until SIGINT or SIGTERM, or an error that a retry cannot fix."""
+def poll_until_signal(
+    step: Callable[[], bool], loop: Loop | None = None, *, final: tuple[type[Exception], ...] = ()
+) -> None:
+    """Call `step` in a poll loop until SIGINT or SIGTERM, or an error that a retry cannot fix, such as `final` ones."""
     loop = Loop() if loop is None else loop
-    unprinted: list[OutputError] = []
+    failures: list[Exception] = []
 
-    def printing_step() -> bool:
+    def guarded_step() -> bool:
         try:
             return step()
-        except OutputError as error:
-            unprinted.append(error)
+        except (OutputError, *final) as error:
+            failures.append(error)
             loop.stop()
             return False
 
-    run_until_signal(lambda: loop.run(printing_step, lambda error: None), loop.stop)
-    for error in unprinted:
-        raise error
+    run_until_signal(lambda: loop.run(guarded_step, lambda error: None), loop.stop)
+    for failure in failures:
+        raise failure
 
 
 def require_address(args: argparse.Namespace, *, follows: bool, without: str) -> None:

@@ -72,11 +72,12 @@ def poll_until_signal(
     """Call `step` in a poll loop until SIGINT or SIGTERM, or an error that a retry cannot fix, such as `final` ones."""
     loop = Loop() if loop is None else loop
     failures: list[Exception] = []
+    ending: tuple[type[Exception], ...] = (OutputError, *final)
 
     def guarded_step() -> bool:
         try:
             return step()
-        except (OutputError, *final) as error:
+        except ending as error:
             failures.append(error)
             loop.stop()
             return False

@@ -83,9 +83,14 @@ def stacked_experts(old: str, new: str) -> dict[str, Any]:
     }
 
 
-def protocol(checkpoint: str, feed: str) -> list[Any]:
-    """vLLM's own protocol to update weights: answers with the checkpoint, then at versions 0, 1 and 0."""
+def protocol(checkpoint: str, feed: str) -> dict[str, Any]:
+    """vLLM's own protocol to update weights: answers with the checkpoint, at versions 0, 1 and 0, and at 0 again.
+
+    Before the last answer, the checkpoint is to be loaded again, and weights are to be discarded, which is refused.
+    """
     from vllm import SamplingParams
+
+    from deltasync.errors import InvalidInputError
 
     llm = engine(checkpoint)
     prompt = {"prompt_token_ids": [5, 17, 99, 240, 33, 8]}
@@ -103,7 +108,14 @@ def protocol(checkpoint: str, feed: str) -> list[Any]:
         llm.finish_weight_update(str(version))
         llm.reset_prefix_cache()
         answers.append(answer())
-    return answers
+    refused = []
+    for replace in (lambda: llm.collective_rpc("reload_weights"), lambda: llm.sleep(level=2)):
+        try:
+            replace()
+        except InvalidInputError as error:
+            refused.append(str(error))
+    llm.reset_prefix_cache()
+    return {"answers": [*answers, answer()], "refused": refused}
 
 
 if __name__ == "__main__":

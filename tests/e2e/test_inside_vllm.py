@@ -42,6 +42,9 @@ def test_vllms_own_protocol_brings_versions(tmp_path: Path) -> None:
     """The engine is started with version 1, whose answers are the reference."""
     with training_feed(tiny_model("qwen3"), tmp_path) as feed:
         feed.step(fraction=0.3, scale=1.0)
-        fresh, *answers = run("protocol", str(feed.restored(tmp_path / "new")), "--feed", feed.url)
+        found = run("protocol", str(feed.restored(tmp_path / "new")), "--feed", feed.url)
+    fresh, *answers = found["answers"]
     assert answers[0] != fresh
-    assert answers == [answers[0], fresh, answers[0]]
+    assert answers == [answers[0], fresh, answers[0], answers[0]]
+    assert len(found["refused"]) == 2
+    assert all("update_weights" in refused for refused in found["refused"])

@@ -21,6 +21,14 @@ MUTANTS = (
         killers=("tests/unit/test_vllm_target.py::test_the_order_of_things",),
     ),
     Mutant(
+        name="weights-replaced-under-a-label",
+        harm="vLLM's own reload replaces weights, and answers keep the label of a version that is no longer there.",
+        path="src/deltasync/vllm/guard.py",
+        old="    elif method in _WRITES or (method in _PROTOCOL and _owner(core) == _SERVER):\n",
+        new="    elif method in _PROTOCOL and _owner(core) == _SERVER:\n",
+        killers=("tests/unit/test_vllm_guard.py::test_a_server_that_follows_keeps_its_weights",),
+    ),
+    Mutant(
         name="one-worker-claims-for-all",
         harm="A server whose workers have loaded different weights labels its answers with the version of one of them.",
         path="src/deltasync/vllm/target.py",

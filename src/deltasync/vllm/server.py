@@ -22,6 +22,7 @@ from deltasync.vllm.adapters import AdapterTarget, Load
 from deltasync.vllm.admission import VersionMiddleware
 from deltasync.vllm.architectures import warn_if_not_in_zoo
 from deltasync.vllm.caches import CacheSalts
+from deltasync.vllm.guard import CALL, guard_client
 from deltasync.vllm.labels import LabelMiddleware, Labels, note_versions
 from deltasync.vllm.plugin import log_where_vllm_does
 from deltasync.vllm.releases import check_pauses, warn_if_untested
@@ -102,6 +103,7 @@ class Endpoint:
         if settings.feed is not None:
             salts = await _salts(engine_client) if settings.cache == "keep" else None
             engine = ServerEngine(engine_client, loop, pause=settings.pause, labels=self.labels, salts=salts)
+            guard_client(engine_client, self.labels)
             mirror = folder / "mirror.safetensors" if settings.mirror is None else settings.mirror
             target = VllmTarget(engine, folder=folder, mirror=mirror)
             # In another thread: it waits for coroutines of this event loop.
@@ -217,6 +219,8 @@ class ServerEngine:
         salts: CacheSalts | None = None,
     ) -> None:
         self._client = client
+        # Kept here, because `guard_client` replaces them for all others.
+        self._resume_generation, self._set_version = client.resume_generation, client.update_weight_version
         self._loop = loop
         self._pause: PauseMode = pause
         self._labels = labels
@@ -229,7 +233,7 @@ class ServerEngine:
         return f"vllm {vllm.__version__}"
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        work = self._client.collective_rpc("deltasync", args=(method, *args))
+        work = self._client.collective_rpc(CALL, args=(method, *args))
         answers: list[dict[str, Any]] = _wait(self._loop, work, method)
         for answer in answers:
             if "error" in answer:
@@ -250,11 +254,11 @@ class ServerEngine:
     async def _resume(self) -> None:
         if self._salts is not None:
             await self._salts.renew()
-        await self._client.resume_generation()
+        await self._resume_generation()
         await self._labels.end_switch()
 
     def label(self, version: int) -> None:
-        _wait(self._loop, self._client.update_weight_version(str(version)), "label")
+        _wait(self._loop, self._set_version(str(version)), "label")
         self._labels.current = str(version)
 
 

@@ -151,6 +151,20 @@ def test_the_order_of_things(replica: Replica) -> None:
     assert replica.engine.took()[-6:] == ["prepare", "refresh", "pause", "scatter", "label", "resume"]
 
 
+def test_a_stage_is_removed_once_its_version_is_live(replica: Replica, tmp_path: Path) -> None:
+    replica.advance(0)
+    replica.engine.fails = lambda number, name: name == "label"
+    for version in (1, 2):
+        with pytest.raises(EngineError):
+            replica.advance(version)
+        # One file for each worker, in place of the one before.
+        assert sorted(path.name for path in tmp_path.glob("*stage*")) == ["stage-0.safetensors", "stage-1.safetensors"]
+    replica.engine.fails = lambda number, name: False
+    replica.advance(1)
+    assert replica.is_live(1)
+    assert list(tmp_path.glob("*stage*")) == []
+
+
 def test_a_version_in_which_no_bit_changed_computes_nothing(tmp_path: Path) -> None:
     state = tensors(0, *ODD)
     replica = Replica([state, state], tmp_path)
@@ -398,14 +412,6 @@ def test_a_stage_before_the_layout_was_shown(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="was not shown"):
         target.stage(Staged(feed.log.read(0), (), 0, feed.states[0], tmp_path / "mirror", dict))
     assert engine.calls == []
-
-
-def test_stages_are_replaced(replica: Replica, tmp_path: Path) -> None:
-    """One file for each worker, in place of the one before."""
-    for version in range(4):
-        replica.advance(version)
-    names = sorted(path.name for path in tmp_path.iterdir() if "stage" in path.name)
-    assert names == ["stage-0.safetensors", "stage-1.safetensors"]
 
 
 def test_the_mirror_waits_while_the_workers_compute_from_it(replica: Replica) -> None:

@@ -1,5 +1,6 @@
 """The live weights of workers, read and written in checkpoint coordinates: as if they had been loaded from scratch."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,6 +134,31 @@ def test_what_was_computed_for_a_version_that_did_not_go_live_is_dropped(tmp_pat
     workers.call("prepare", [str(tmp_path / "stage")])
     workers.call("scatter")
     assert workers.hold(new)
+
+
+def test_what_was_prepared_is_freed_once_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["quantized"]
+    old, new = tensors(0, *names), tensors(1, *names)
+    workers = Workers(old, odd_names=names)
+    known = described(workers, old)
+    (runtime,) = workers.runtimes
+    with monkeypatch.context() as failing:
+        failing.setattr(worker, "overwrite", lambda flat, positions, values: None)
+        with pytest.raises(EngineError, match="not those that were written"):
+            become(workers, known, old, new, tmp_path)
+    prepared = [weakref.ref(tensor) for _, *pair in runtime._staged for tensor in pair]
+    prepared += [weakref.ref(tensor) for _, tensor in runtime._refreshed]
+    assert len(prepared) > 1
+    assert all(tensor() is not None for tensor in prepared), "a write that fails can be repeated"
+    workers.call("scatter")
+    assert workers.hold(new)
+    assert [tensor for tensor in prepared if tensor() is not None] == []
+    mirror = str(save(old, tmp_path / "mirror.safetensors"))
+    workers.call("refresh", mirror)
+    prepared = [weakref.ref(tensor) for _, tensor in runtime._refreshed]
+    workers.call("copy", mirror, ordinals_of(known))
+    assert workers.hold(old)
+    assert [tensor for tensor in prepared if tensor() is not None] == []
 
 
 def test_a_loader_that_writes_to_the_live_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

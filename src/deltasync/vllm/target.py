@@ -225,7 +225,7 @@ class VllmTarget:
         """Translate the changes to the memory of each worker, and let the workers read or compute them."""
         known = self._require_map()
         if staged.changes is not None:
-            paths = [self._folder / f"stage-{rank}.safetensors" for rank in range(known.ranks)]
+            paths = self._stages(known)
             for rank, path in enumerate(paths):
                 write_stage(path, known.segments(rank, staged.changes))
             self._engine.call("prepare", [str(path) for path in paths])
@@ -247,7 +247,15 @@ class VllmTarget:
         self._engine.label(staged.version)
         self._engine.resume()
         self._version = staged.version
-        return time.perf_counter() - started
+        held_s = time.perf_counter() - started
+        # They are in memory, and the workers have freed what they prepared of them.
+        for path in self._stages(self._require_map()):
+            path.unlink(missing_ok=True)
+        return held_s
+
+    def _stages(self, known: EngineMap) -> list[Path]:
+        """The files through which the workers get changes, by rank."""
+        return [self._folder / f"stage-{rank}.safetensors" for rank in range(known.ranks)]
 
     def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
         """Compare live memory with the mirror, and what was computed from it with a twin.

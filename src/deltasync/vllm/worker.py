@@ -130,7 +130,10 @@ class RuntimeWeights:
         ]
 
     def scatter(self) -> None:
-        """Write what was prepared, and read a sample of it back. Values are absolute, so this can be repeated."""
+        """Write what was prepared, read a sample of it back, and free it.
+
+        Values are absolute, so this can be repeated if it fails. A worker that has succeeded does nothing then.
+        """
         for flat, positions, values in self._staged:
             overwrite(flat, positions, values)
         self._write_refreshed()
@@ -142,13 +145,19 @@ class RuntimeWeights:
                     "the weights in memory are not those that were written",
                     hint="restart the server; its memory may be damaged, or something else writes to the weights",
                 )
+        self._free_prepared()
 
     def copy(self, mirror: str, ordinals: Sequence[int]) -> None:
-        """Write whole tensors of the mirror to where the map says, and what was refreshed."""
+        """Write whole tensors of the mirror to where the map says, and what was refreshed; free what was prepared."""
         weights = self._mapped(mirror)
         for ordinal in ordinals:
             self._copy(self._layout.tensors[ordinal], weights.arrays[ordinal])
         self._write_refreshed()
+        self._free_prepared()
+
+    def _free_prepared(self) -> None:
+        """Free the memory that a version needs beside the weights until it is written."""
+        self._staged, self._refreshed = [], []
 
     def compare(self, mirror: str, ordinals: Sequence[int], repair: bool) -> dict[str, Any]:
         """What differs from the mirror: the number of elements by tensor; and the elements compared with each ordinal.

@@ -11,7 +11,7 @@ from deltasync.errors import InvalidInputError
 from deltasync.feed.replay import zeros
 from deltasync.format import limits
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Changes
+from deltasync.format.weights import Changes, PackedPositions
 from deltasync.torch import device
 from deltasync.torch.device import DeviceCapture
 from deltasync.torch.tensors import _NAMES, TorchWeights
@@ -71,6 +71,17 @@ def test_finds_what_the_host_finds(dtype: torch.dtype, cast: torch.dtype | None)
     found = plain(on_device.find(shadow, new, cast), shadow)
     assert found == plain(capture(shadow.weights, TorchWeights(new, cast=cast)), shadow)
     assert "counter" in found
+
+
+@pytest.mark.usefixtures("_blocks")
+def test_a_capture_keeps_two_bytes_for_each_position() -> None:
+    old, new = model(0, torch.bfloat16), model(1, torch.bfloat16)
+    found = DeviceCapture().find(shadow_of(old, None), new, None)
+    assert found
+    for changes in found:
+        assert isinstance(changes.held, PackedPositions)
+        assert changes.held.low.itemsize == 2
+        assert changes.held.low.base is None, "a view would keep the wide positions"
 
 
 def test_follows_the_shadow() -> None:

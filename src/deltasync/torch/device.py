@@ -40,7 +40,11 @@ class DeviceCapture:
                 compared.append((runs, _to_host(at.to(torch.int32)), _to_host(new[at])))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return [changes for runs, at, values in compared for changes in _changes(layout, runs, at, values)]
+        found: list[Changes] = []
+        while compared:
+            # Packed as on the host. The wide positions of a run are freed before those of the next one are packed.
+            found += [changes.packed() for changes in _changes(layout, *compared.pop(0))]
+        return found
 
 
 class _DeviceShadow:

@@ -46,7 +46,7 @@ TensorChanges = tuple[NDArray[np.unsignedinteger], Bits]
 Capture = list[Changes] | dict[str, TensorChanges]
 """A capture in blocks, ready to be encoded; or by tensor, where tensors came one by one."""
 
-_WINDOW = 1 << 18
+_WINDOW = 1 << 15
 """Changes that are rebased at a time: temporary memory stays small."""
 
 
@@ -94,14 +94,14 @@ def rebase(
     for blocks in (*captures, sent, before):
         blocks.reverse()
 
-    def taken() -> Iterator[tuple[Runs, list[TensorChanges], TensorChanges, Bits]]:
+    def taken() -> Iterator[tuple[Runs, list[list[_Placed]]]]:
         for runs in layout_runs(layout):
-            mine = [_taken(blocks, layout, runs) for blocks in captures]
-            yield runs, mine, _taken(sent, layout, runs), _taken(before, layout, runs)[1]
+            yield runs, [_taken(blocks, runs) for blocks in (*captures, sent, before)]
 
-    def rebased(item: tuple[Runs, list[TensorChanges], TensorChanges, Bits]) -> list[list[Changes]]:
-        runs, mine, theirs, old = item
-        return [_packed(cut_changes(runs, *_rebased(one, theirs, old))) for one in mine]
+    def rebased(item: tuple[Runs, list[list[_Placed]]]) -> list[list[Changes]]:
+        runs, (*mine, theirs, replaced) = item
+        now, old = _along(theirs, layout, runs), _values(replaced, layout, runs)
+        return [_packed(cut_changes(runs, *_rebased(_along(one, layout, runs), now, old))) for one in mine]
 
     results: list[list[Changes]] = [[] for _ in captures]
     for parts in each(rebased, taken()):
@@ -112,25 +112,43 @@ def rebase(
     return results
 
 
-def _taken(blocks: list[Changes], layout: Layout, runs: Runs) -> TensorChanges:
-    """Takes the blocks inside `runs`, one of those that a layout is cut into, from the end of a list.
+_Placed = tuple[int, Changes]
+"""A block, and where it begins along the runs that it is inside of."""
 
-    Gives their positions along the runs, and their values.
+
+def _taken(blocks: list[Changes], runs: Runs) -> list[_Placed]:
+    """Takes the blocks inside `runs`, one of those that a layout is cut into, from the end of a list, as they are.
+
+    They are unpacked where they are rebased: fewer are rebased at a time than are taken.
     """
     ends = np.cumsum(runs[:, 2])
-    parts: list[TensorChanges] = []
+    taken: list[_Placed] = []
     while blocks:
         ordinal, first, _ = blocks[-1].runs[0].tolist()
         row = int(np.searchsorted(runs[:, 0], ordinal))
         if row == len(runs) or not 0 <= first - (start := int(runs[row, 1])) < runs[row, 2] or runs[row, 0] != ordinal:
             break
-        changes = blocks.pop()
+        taken.append((int(ends[row] - runs[row, 2]) + first - start, blocks.pop()))
+    return taken
+
+
+def _along(blocks: list[_Placed], layout: Layout, runs: Runs) -> TensorChanges:
+    """The positions of blocks along the runs, and their values. The list is used up."""
+    places = [np.empty(0, np.uint32)]
+    for start, changes in blocks:
         positions = changes.positions
         if positions is None:
             raise ValueError("a capture must list the elements that changed")
-        parts.append((positions + np.uint32(ends[row] - runs[row, 2] + first - start), changes.values))
-    none = np.empty(0, np.uint32), np.empty(0, layout.tensors[int(runs[0, 0])].dtype.bits_dtype)
-    return _joined(parts) if parts else none
+        places.append(positions + np.uint32(start))
+    return places[1] if len(places) == 2 else np.concatenate(places), _values(blocks, layout, runs)
+
+
+def _values(blocks: list[_Placed], layout: Layout, runs: Runs) -> Bits:
+    """The values of blocks inside runs. The list is used up."""
+    none = np.empty(0, layout.tensors[int(runs[0, 0])].dtype.bits_dtype)
+    parts = [none, *(changes.values for _, changes in blocks)]
+    blocks.clear()
+    return parts[1] if len(parts) == 2 else np.concatenate(parts)
 
 
 def _rebased(pending: TensorChanges, sent: TensorChanges, before: Bits) -> TensorChanges:

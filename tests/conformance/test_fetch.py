@@ -32,6 +32,7 @@ class Watched(MemoryStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setattr(fetch, "PART_BYTES", PART)
+    monkeypatch.setattr(fetch, "SPLIT_BYTES", PART // 4)
     return Watched()
 
 
@@ -63,14 +64,28 @@ def test_parts_come_in_order_while_others_are_fetched(store: Watched, size: int)
     assert asked[0] < 100, "the first part was not held back until all had come"
 
 
+@pytest.mark.parametrize(
+    ("size", "ranges", "expected"),
+    [(0, 9, 1), (1, 9, 1), (250, 9, 1), (251, 9, 2), (PART, 9, 4), (PART, 3, 3), (PART, 1, 1)],
+)
+def test_a_small_object_in_several_ranges(store: Watched, size: int, ranges: int, expected: int) -> None:
+    store.put("key", pattern(size))
+    parts: list[bytes] = []
+    assert get_whole(store, "key", size, ranges=ranges, on_part=lambda part: parts.append(bytes(part))) == pattern(size)
+    assert b"".join(parts) == pattern(size)
+    assert len(store.ranges) == expected
+    assert sum(length for _, length in store.ranges) == size + 1
+
+
+@pytest.mark.parametrize("ranges", [1, 4])
 @pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 3 * PART])
 @pytest.mark.parametrize("off_by", [-PART - 1, -1, 1, PART, 10 * PART])
-def test_another_size_is_corrupt(store: Watched, size: int, off_by: int) -> None:
+def test_another_size_is_corrupt(store: Watched, size: int, off_by: int, ranges: int) -> None:
     if size + off_by < 0:
         off_by = -size if size else 1
     store.put("key", pattern(size + off_by))
     with pytest.raises(CorruptError, match=r"^key has .* bytes, not") as caught:
-        get_whole(store, "key", size)
+        get_whole(store, "key", size, ranges=ranges)
     assert caught.value.key == "key"
 
 

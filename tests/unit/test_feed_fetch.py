@@ -1,5 +1,6 @@
 """Payloads that do not belong to the version that names them are refused, by the rule that they break."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -239,3 +240,22 @@ def test_small_payloads_are_fetched_many_at_once(largest: int, at_once: int, mon
     manifest = replace(feed.new("delta", feed.states[0], blocks.digest(feed.states[0]), changed=0), payloads=refs)
     assert list(fetch.fetch_payloads(feed.store, [manifest])) == []
     assert windows == [at_once]
+
+
+@pytest.mark.parametrize(("versions", "ranges"), [(1, 16), (3, 5), (20, 1)])
+def test_few_small_payloads_are_fetched_in_several_ranges(
+    versions: int, ranges: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = Feed.of(1 + versions)
+    manifests = [feed.log.read(version) for version in range(1, 1 + versions)]
+    monkeypatch.setattr(fetch, "SPLIT_BYTES", 1)
+    reads: Counter[str] = Counter()
+    read = feed.store.get_range
+
+    def counted(key: str, offset: int, length: int) -> bytes:
+        reads[key] += 1
+        return read(key, offset, length)
+
+    monkeypatch.setattr(feed.store, "get_range", counted)
+    assert len(list(fetch.fetch_payloads(feed.store, manifests))) == versions
+    assert list(reads.values()) == [ranges] * versions

@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 PART_BYTES = 8 << 20
 RANGES = 8
-"""Ranges of one object that are fetched at once."""
+"""Ranges of one large object that are fetched at once."""
+
+SPLIT_BYTES = 64 << 10
+"""The least bytes of a range of a small object, if it is fetched in several."""
 
 PAYLOADS_LEAST = 3
 PAYLOADS_MOST = 16
@@ -30,22 +33,29 @@ AHEAD_BYTES = 32 << 20
 """Small payloads are fetched at once up to this many bytes: so many round trips then take the time of one."""
 
 
-def get_whole(store: Store, key: str, nbytes: int, *, on_part: Callable[[memoryview], object] | None = None) -> Data:
+def get_whole(
+    store: Store,
+    key: str,
+    nbytes: int,
+    *,
+    ranges: int = 1,
+    on_part: Callable[[memoryview], object] | None = None,
+) -> Data:
     """An object whose size a manifest promises, fetched in parallel ranges into one buffer.
 
-    CorruptError if the object is shorter or longer. The last range is fetched first: the size is only a promise, and
-    no memory is allocated before the object is known to have it. The caller checks the content: if the object is
-    replaced in the meantime, the result can be a mixture.
+    CorruptError if the object is shorter or longer. Of a large object the last range is fetched first: the size is only
+    a promise, and no memory is allocated before the object is known to have it. `ranges`: how many ranges of a small
+    object are fetched at once. The caller checks the content: if the object is replaced in the meantime, the result can
+    be a mixture.
     `on_part` is called with all bytes, in their order, while later ones are still being fetched.
     """
     on_part = (lambda part: None) if on_part is None else on_part
-    offsets = range(0, max(nbytes, 1), PART_BYTES)
+    if nbytes <= PART_BYTES:
+        return _get_small(store, key, nbytes, ranges, on_part)
+    offsets = range(0, nbytes, PART_BYTES)
     # Asking for one byte more detects an object that is longer.
     last = store.get_range(key, offsets[-1], nbytes - offsets[-1] + 1)
     _require_length(key, nbytes, offsets[-1] + len(last), is_exact=bool(last))
-    if len(offsets) == 1:
-        on_part(memoryview(last))
-        return last
     try:
         buffer = bytearray(nbytes)
     except MemoryError as error:
@@ -69,6 +79,21 @@ def get_whole(store: Store, key: str, nbytes: int, *, on_part: Callable[[memoryv
     return buffer
 
 
+def _get_small(store: Store, key: str, nbytes: int, ranges: int, on_part: Callable[[memoryview], object]) -> bytes:
+    offsets = range(0, max(nbytes, 1), max(SPLIT_BYTES, -(-nbytes // ranges)))
+    spans = list(zip(offsets, (*offsets[1:], nbytes + 1), strict=True))
+
+    def read(span: tuple[int, int]) -> bytes:
+        return store.get_range(key, span[0], span[1] - span[0])
+
+    parts = []
+    for part in each(read, spans, waiting=len(spans)) if len(spans) > 1 else map(read, spans):
+        on_part(memoryview(part))
+        parts.append(part)
+    _require_length(key, nbytes, sum(map(len, parts)))
+    return b"".join(parts)
+
+
 def _require_length(key: str, nbytes: int, length: int, *, is_exact: bool = True) -> None:
     """CorruptError unless the length is the promised one; without `is_exact` the object may be shorter still."""
     if length != nbytes:
@@ -85,12 +110,14 @@ class _Summary:
     block_infos: tuple[BlockInfo, ...]
 
 
-def fetch(store: Store, ref: PayloadRef, *, on_refetch: Callable[[str], None] = lambda key: None) -> memoryview:
+def fetch(
+    store: Store, ref: PayloadRef, *, ranges: int = 1, on_refetch: Callable[[str], None] = lambda key: None
+) -> memoryview:
     """The bytes of a payload. If they are damaged, they are fetched once more before CorruptError is raised."""
     key = keys.payload_key(ref.sha256)
     for attempt in range(2):
         sha256 = hashlib.sha256()
-        data = memoryview(get_whole(store, key, ref.nbytes, on_part=sha256.update))
+        data = memoryview(get_whole(store, key, ref.nbytes, ranges=ranges, on_part=sha256.update))
         if sha256.hexdigest() == ref.sha256:
             if attempt > 0:
                 # Only now: if it is damaged again, the error says so.
@@ -126,9 +153,11 @@ def fetch_payloads(
     wanted = [(manifest, ref) for manifest in manifests for ref in manifest.payloads if ref.sha256 not in have]
     largest = max((ref.nbytes for _, ref in wanted), default=0)
     at_once = max(PAYLOADS_LEAST, min(PAYLOADS_MOST, AHEAD_BYTES // max(largest, 1)))
+    # A connection that was idle starts slowly: over a long way, a few small payloads arrive sooner by several of them.
+    ranges = max(1, PAYLOADS_MOST // max(1, len(wanted)))
 
     def fetched(pair: tuple[Manifest, PayloadRef]) -> tuple[Manifest, Payload]:
-        return pair[0], _payload(store, pair[1], layout, on_refetch, is_proved=not verify_blocks)
+        return pair[0], _payload(store, pair[1], layout, on_refetch, ranges=ranges, is_proved=not verify_blocks)
 
     summaries: list[_Summary] = []
     for manifest, payload in each(fetched, wanted, waiting=at_once):
@@ -204,11 +233,17 @@ def _check_payloads(manifest: Manifest, summaries: Sequence[_Summary]) -> None:
 
 
 def _payload(
-    store: Store, ref: PayloadRef, layout: Layout | None, on_refetch: Callable[[str], None], *, is_proved: bool
+    store: Store,
+    ref: PayloadRef,
+    layout: Layout | None,
+    on_refetch: Callable[[str], None],
+    *,
+    ranges: int,
+    is_proved: bool,
 ) -> Payload:
     key = keys.payload_key(ref.sha256)
     try:
-        return Payload.parse(fetch(store, ref, on_refetch=on_refetch), known=layout, is_proved=is_proved)
+        return Payload.parse(fetch(store, ref, ranges=ranges, on_refetch=on_refetch), known=layout, is_proved=is_proved)
     except (CorruptError, FormatError) as error:
         if error.key is not None:
             raise

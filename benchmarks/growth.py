@@ -52,13 +52,17 @@ class CountingStore(MemoryStore):
         return super().create(key, data)
 
     def get(self, key: str) -> bytes:
-        self._count("get")
-        data = super().get(key)
-        self._count("get", requests=0, got=len(data))
-        return data
+        return self._got(key, slice(None))
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
-        return self.get(key)[offset : offset + length]
+        return self._got(key, slice(offset, offset + length))
+
+    def _got(self, key: str, part: slice) -> bytes:
+        # Before it is read: a request that finds nothing counts, too.
+        self._count("get")
+        data = super().get(key)[part]
+        self._count("get", requests=0, got=len(data))
+        return data
 
     def delete(self, key: str) -> None:
         self._count("delete")

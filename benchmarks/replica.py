@@ -150,7 +150,7 @@ def _scatter(name: str, sizes: dict[str, Any], rounds: int) -> Section:
     ]
     return Section(
         {
-            f"{name}: {found['changed']:,} of {found['elements']:,} elements into the model": rows,
+            f"{name}, into the model: {found['changed']:,} of {found['elements']:,} elements": rows,
             f"{name}: memory of the map": memory,
         },
         [

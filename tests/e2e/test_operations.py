@@ -125,7 +125,9 @@ def programs_in(folder: Path) -> dict[str, Program]:
     for i in range(FOLLOWERS):
         feed = ("source", "copy")[i % 2]
         target = ["--target", f"live-{i}", "--mirror", f"mirror-{i}", "--replica", f"replica-{i}"]
-        commands[f"follower-{i}"] = [*cli, "follow", feed, *target]
+        # One of them with a command, which has metrics of its own.
+        hook = ["--exec", "true"] if i == 0 else []
+        commands[f"follower-{i}"] = [*cli, "follow", feed, *target, *hook]
     for name, command in commands.items():
         ports[name] = free_port()
         command += [str(ports[name])] if name == "trainer" else ["--listen", f"127.0.0.1:{ports[name]}", "--metrics"]

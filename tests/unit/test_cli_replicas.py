@@ -203,17 +203,6 @@ def test_follow_until_a_signal(place: Path, number: signal.Signals) -> None:
     assert Log(LocalStore("feed")).heartbeats() == []
 
 
-def test_a_signal_that_comes_twice_at_once_is_one(place: Path) -> None:
-    """As with `timeout -s INT`, which signals its child and then the whole group."""
-    with process("follow", "feed", "--target", "live", "--json", "--threads", "1") as started:
-        assert line(started)["version"] == 2
-        started.send_signal(signal.SIGINT)
-        time.sleep(0.01)
-        started.send_signal(signal.SIGINT)
-        assert started.wait(LONG_S) == 0
-    assert Log(LocalStore("feed")).heartbeats() == []
-
-
 def test_follow_ends_when_its_reader_has_gone(place: Path) -> None:
     with process("follow", "feed", "--target", "live", "--threads", "1") as started:
         assert started.stdout is not None

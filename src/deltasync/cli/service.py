@@ -1,13 +1,11 @@
 """What commands that run until SIGINT or SIGTERM share: signals, and health, status and metrics over HTTP."""
 
 import argparse
-import atexit
 import importlib.util
 import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,37 +22,23 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_SAME_SIGNAL_S = 0.5
 
 
 @contextmanager
 def calling_on_signal(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on SIGINT or SIGTERM during the block. A second signal ends the process.
-
-    One that follows at once is the same: `timeout` and other launchers pass on what the terminal has sent to all.
-    """
-    first_s: float | None = None
+    """Call `stop` on SIGINT or SIGTERM during the block. A second signal ends the process."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal first_s
-        if first_s is None:
-            first_s = time.monotonic()
-            stop()
-        elif time.monotonic() - first_s > _SAME_SIGNAL_S:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+        for each in _STOP_SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        stop()
 
     before = {each: signal.signal(each, handle) for each in _STOP_SIGNALS}
     try:
         yield
     finally:
-        if first_s is None:
-            for each, handler in before.items():
-                signal.signal(each, handler)
-        else:
-            # The command ends, and the same signal may still come: also when the interpreter gives up its handlers.
-            for each in before:
-                atexit.register(signal.signal, each, signal.SIG_IGN)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def run_until_signal(run: Callable[[], None], stop: Callable[[], None]) -> None:

@@ -128,6 +128,12 @@ def overwrite(target: Weights, changes: Changes) -> None:
         kernels().overwrite(target.region(changes.runs), changes.positions, changes.values)
 
 
+def overwrite_all(target: Weights, changes: Iterable[Changes]) -> None:
+    """Write changes on all cores. No element may be in more than one of them: threads keep no order."""
+    for _ in each(partial(overwrite, target), changes):
+        pass
+
+
 def encode_delta(
     old: Weights, new: Weights, *, codec: str = exp.EXP, on_progress: OnProgress | None = None
 ) -> list[Block]:

@@ -220,8 +220,7 @@ class Compactor:
         replaced = _merged(weights.layout, each(partial(_bits_before, weights), staged))
         # An interruption leaves weights of no version.
         self._at = None
-        for _ in each(partial(blocks.overwrite, weights), staged):
-            pass
+        blocks.overwrite_all(weights, staged)
         self._windows[0].replaced.append(replaced)
         self._at = edge.manifest
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from deltasync import blocks
-from deltasync.blocks import detect, overwrite
+from deltasync.blocks import detect, overwrite, overwrite_all
 from deltasync.checkpoint import mapped_layout, mapped_weights, require_mapped
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.fetch import fetch_payloads
@@ -40,7 +40,6 @@ from deltasync.format.manifest import Kind, Manifest
 from deltasync.format.payload import Payload
 from deltasync.format.sealed import FORMAT, read_sealed, sealed
 from deltasync.format.weights import Changes, Region, Runs, Weights
-from deltasync.parallel import each
 from deltasync.replica.events import Counts
 from deltasync.store import Feed, opened
 from deltasync.store.retry import RetryingStore
@@ -322,8 +321,7 @@ class Mirror:
             message = f"{edge.key} does not fit version {edge.start}, from which it starts: {error.message}"
             raise CorruptError(message, rule=error.rule, key=edge.key, version=edge.end) from error
         with self.writing(edge.end, manifest.digest):
-            for _ in each(partial(overwrite, weights), staged):
-                pass
+            overwrite_all(weights, staged)
         self._collect(staged, weights)
 
     def _apply_anchor(

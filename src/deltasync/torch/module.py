@@ -4,18 +4,16 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from deltasync.arguments import described
-from deltasync.blocks import overwrite
+from deltasync.blocks import overwrite, overwrite_all
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.format.layout import Layout
-from deltasync.format.weights import Bits, Weights, tensor_parts
-from deltasync.parallel import each
+from deltasync.format.weights import Bits, Changes, Weights, tensor_parts
 from deltasync.replica.target import Damage, Gate, Staged
 from deltasync.torch.tensors import TorchState, as_bits, bits_type, host_bits, layout_of, named_tensors, torch_dtype
 
@@ -37,7 +35,7 @@ class ModuleTarget:
         self._module = module
         self._hold = hold
         self._version: int | None = None
-        self._writes: list[_Write] | _HostWrite | None = None
+        self._writes: Sequence[_Write | _HostWrite] | None = None
 
     @property
     def reads_mirror(self) -> bool:
@@ -69,7 +67,9 @@ class ModuleTarget:
             self._writes = [_Write(tensor, None, _as_torch(array)) for tensor, array in bits]
             return
         if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
-            self._writes = _HostWrite(tensors, staged)
+            specs = zip(tensors, layout.tensors, strict=True)
+            live = Weights(layout, tuple(host_bits(tensor, spec.dtype) for tensor, spec in specs))
+            self._writes = [_HostWrite(live, staged.changes, staged.is_one_edge)]
             return
         parts: dict[int, list[tuple[NDArray[np.unsignedinteger], Bits]]] = {}
         for changes in staged.changes:
@@ -133,19 +133,18 @@ class _Write:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _HostWrite:
-    """The changes of a version for tensors that lie in host memory as the feed has them: our kernels write those."""
+    """All changes of a version, for tensors that lie in host memory as the feed has them: our kernels write those."""
 
-    tensors: Sequence[torch.Tensor]
-    staged: Staged
+    live: Weights
+    changes: Sequence[Changes]
+    is_disjoint: bool
 
     def perform(self) -> None:
-        layout, changes = self.staged.weights.layout, self.staged.changes or ()
-        specs = zip(self.tensors, layout.tensors, strict=True)
-        live = Weights(layout, tuple(host_bits(tensor, spec.dtype) for tensor, spec in specs))
-        # Several threads keep no order, which matters where an element is in more than one of the changes.
-        write = partial(overwrite, live)
-        for _ in each(write, changes) if self.staged.is_one_edge else map(write, changes):
-            pass
+        if self.is_disjoint:
+            overwrite_all(self.live, self.changes)
+            return
+        for part in self.changes:
+            overwrite(self.live, part)
 
 
 def _scatter(
@@ -162,13 +161,11 @@ def _scatter(
 
 
 @torch.inference_mode()
-def _perform(writes: Sequence[_Write] | _HostWrite) -> None:
-    if isinstance(writes, _HostWrite):
-        writes.perform()
-        return
+def _perform(writes: Sequence[_Write | _HostWrite]) -> None:
     for write in writes:
         write.perform()
-    for device in {write.tensor.device for write in writes if write.tensor.device.type != "cpu"}:
+    devices = {write.tensor.device for write in writes if isinstance(write, _Write)}
+    for device in (device for device in devices if device.type != "cpu"):
         torch.get_device_module(device).synchronize(device)
 
 

@@ -29,7 +29,7 @@ _RED, _FAINT, _BOLD, _RESET = "\x1b[31m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
 class OutputError(OSError):
-    """What a command prints cannot be written: nobody reads it any more, or the disk is full."""
+    """What a command prints cannot be written: its reader has gone, or the disk is full."""
 
 
 @contextmanager

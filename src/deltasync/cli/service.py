@@ -55,20 +55,7 @@ def poll_until_signal(
 ) -> None:
     """Call `step` in a poll loop until SIGINT or SIGTERM, or an error that a retry cannot fix, such as `final` ones."""
     loop = Loop() if loop is None else loop
-    failures: list[Exception] = []
-    ending: tuple[type[Exception], ...] = (OutputError, *final)
-
-    def guarded_step() -> bool:
-        try:
-            return step()
-        except ending as error:
-            failures.append(error)
-            loop.stop()
-            return False
-
-    run_until_signal(lambda: loop.run(guarded_step, lambda error: None), loop.stop)
-    for failure in failures:
-        raise failure
+    run_until_signal(lambda: loop.run(step, final=(OutputError, *final)), loop.stop)
 
 
 def require_address(args: argparse.Namespace, *, follows: bool, without: str) -> None:

@@ -225,7 +225,6 @@ def _relays_listening(args: argparse.Namespace, out: Output, relays: Sequence[Re
 def _follow_relays(relays: Sequence[Relay], printer: "_RelayPrinter") -> None:
     """Copy new versions to all destinations until SIGINT or SIGTERM, or until one of them fails for good."""
     loops = [Loop() for _ in relays]
-    failures: list[ConflictError | OutputError] = []
 
     def stop() -> None:
         for loop in loops:
@@ -233,16 +232,11 @@ def _follow_relays(relays: Sequence[Relay], printer: "_RelayPrinter") -> None:
 
     def follow(each: Relay, loop: Loop) -> None:
         def step() -> bool:
-            try:
-                return printer.print_all(each, is_stopping=lambda: loop.is_stopping)
-            except (ConflictError, OutputError) as error:
-                # No retry can help: the destination is a copy of something else by now, or nobody reads the lines.
-                failures.append(error)
-                stop()
-                return False
+            return printer.print_all(each, is_stopping=lambda: loop.is_stopping)
 
         try:
-            loop.run(step, lambda error: None)
+            # With a conflict, the destination is a copy of something else by now.
+            loop.run(step, final=(ConflictError, OutputError))
         finally:
             stop()
 
@@ -250,8 +244,6 @@ def _follow_relays(relays: Sequence[Relay], printer: "_RelayPrinter") -> None:
     with ThreadPoolExecutor(len(relays)) as pool, calling_on_signal(stop):
         for done in [pool.submit(follow, each, loop) for each, loop in zip(relays, loops, strict=True)]:
             done.result()
-    for failure in failures:
-        raise failure
 
 
 class _RelayPrinter:

@@ -60,20 +60,32 @@ class Loop:
         self._stop.set()
         self._wake.set()
 
-    def run(self, step: Callable[[], bool], on_error: Callable[[Exception | None], None]) -> None:
+    def run(
+        self,
+        step: Callable[[], bool],
+        on_error: Callable[[Exception | None], None] = lambda error: None,
+        *,
+        final: tuple[type[Exception], ...] = (),
+    ) -> None:
         """Call `step`, which returns whether there was anything new, until `stop`.
 
-        An error that a retry cannot fix is raised. Any other is logged once, until a step succeeds or fails with
-        another type. `on_error` is called with every error, and with None when a step succeeds again.
+        An error that a retry cannot fix, such as a `final` one, is raised. Any other is logged once, until a step
+        succeeds or fails with another type. `on_error` is called with every error, and with None when a step succeeds
+        again.
         """
         if not self._running.acquire(blocking=False):
             raise InvalidInputError("this follower follows already", hint="create another one for another target")
         try:
-            self._run(step, on_error)
+            self._run(step, on_error, final)
         finally:
             self._running.release()
 
-    def _run(self, step: Callable[[], bool], on_error: Callable[[Exception | None], None]) -> None:
+    def _run(
+        self,
+        step: Callable[[], bool],
+        on_error: Callable[[Exception | None], None],
+        final: tuple[type[Exception], ...],
+    ) -> None:
         pause_s, has_worked = _POLL_FIRST_S, False
         cadence = Cadence()
         failing: type[Exception] | None = None
@@ -84,7 +96,7 @@ class Loop:
             except Exception as error:
                 # Whatever a target or a store raises, the live version is still served.
                 on_error(error)
-                if _is_final(error, has_worked=has_worked, is_again=failing is type(error)):
+                if isinstance(error, final) or _is_final(error, has_worked=has_worked, is_again=failing is type(error)):
                     self.has_failed = True
                     raise
                 if failing is not type(error):

@@ -134,16 +134,19 @@ def test_a_disk_that_becomes_full_is_an_error_and_not_a_signal(command: str, tmp
 
 
 def test_two_restores_at_once_on_a_small_disk(tmp_path: Path) -> None:
-    """There is space for one. Both find that at the start, and only one ends with an error."""
+    """There is space for one, which both find at their start. Each may take a part of it, so that neither fits."""
     large_feed(tmp_path / "feed")
-    ended = []
     for round_ in range(3):
         with mounted(tmp_path / f"small-{round_}", *DISK) as disk:
             both = [started("restore", tmp_path / "feed", "-o", disk / name) for name in ("one", "two")]
             ended = sorted(outcome(process) for process in both)
-            assert [code for code, _ in ended] == [0, 1], ended
-            assert "free some space" in ended[1][1]
-            assert len([path for path in disk.iterdir() if path.is_dir()]) == 1, "nothing is left of the other"
+            codes = [code for code, _ in ended]
+            assert codes in ([0, 1], [1, 1]), ended
+            assert all("free some space" in err for code, err in ended if code == 1), ended
+            whole = [path for path in disk.iterdir() if path.is_dir()]
+            assert len(whole) == codes.count(0), "nothing is left of one that failed"
+            if not whole:
+                assert outcome(started("restore", tmp_path / "feed", "-o", disk / "one")) == (0, "")
 
 
 def test_two_restores_at_once_that_both_do_not_fit(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def _listening(args: argparse.Namespace, out: Output, follower: Follower, hook: 
 
 
 def _follow_and_print(follower: Follower, moves: Moves, show: Callable[[Advance], None], hook: Hook | None) -> None:
-    """Follow in a thread and print in this one, where a signal or a broken pipe can hold no lock of the follower."""
+    """Follow in a thread and print in this one, where a broken pipe can hold no lock of the follower."""
 
     def stop() -> None:
         if hook is not None:

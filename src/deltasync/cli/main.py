@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -77,7 +78,11 @@ def _run(argv: Sequence[str] | None) -> None:
     with _logging(args):
         set_threads(getattr(args, "threads", None))
         out = Output.of(is_json=args.json, is_plain=args.plain, is_quiet=args.quiet)
-        getattr(import_module(f"deltasync.cli.{args.module}"), args.function)(args, out)
+        command = getattr(import_module(f"deltasync.cli.{args.module}"), args.function)
+        if argv is None and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            # Until now an interrupt has ended this process at once. From here on there is something to clean up.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        command(args, out)
 
 
 def parse(argv: Sequence[str] | None, *, environment: Mapping[str, str] = os.environ) -> argparse.Namespace:

@@ -6,10 +6,10 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from deltasync import metrics
@@ -22,32 +22,53 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_SIGNAL_S = 0.1
+"""Signals that follow the first one so closely count as one: `timeout` sends each to the process and to its group."""
 
 
 @contextmanager
 def calling_on_signal(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on SIGINT or SIGTERM during the block. A second signal ends the process."""
+    """Call `stop` on SIGINT or SIGTERM during the block, in a thread of its own. A second signal ends the process.
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        for each in _STOP_SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-        stop()
-
-    before = {each: signal.signal(each, handle) for each in _STOP_SIGNALS}
+    Python runs signal handlers in the main thread, between two instructions. A signal that comes just before that
+    thread waits for a lock is not noticed until the wait is over, which here only the signal could end. So the thread
+    reads signals from a pipe, which the interpreter writes to at once, whatever the main thread does.
+    """
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    watcher = threading.Thread(target=_watch_signals, args=(readable, stop), name="deltasync-signals", daemon=True)
+    watcher.start()
+    wakeup_before = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    # A handler of ours, as the pipe gets only signals that have one. What it would do, the thread does.
+    before = {each: signal.signal(each, lambda number, frame: None) for each in _STOP_SIGNALS}
     try:
         yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+        signal.set_wakeup_fd(wakeup_before)
+        os.close(writable)
+        watcher.join()
+        os.close(readable)
+
+
+def _watch_signals(readable: int, stop: Callable[[], None]) -> None:
+    """Call `stop` on the first signal that comes out of the pipe; end the process on the second."""
+    first_s: float | None = None
+    while received := os.read(readable, 1):
+        if received[0] not in _STOP_SIGNALS:
+            continue
+        if first_s is None:
+            first_s = time.monotonic()
+            stop()
+        elif time.monotonic() - first_s > SAME_SIGNAL_S:
+            os._exit(128 + received[0])
 
 
 def run_until_signal(run: Callable[[], None], stop: Callable[[], None]) -> None:
-    """Call `run`, and on SIGINT or SIGTERM `stop`, after which `run` has to return.
-
-    It runs in a thread of its own: a signal handler runs in this one, and must not meet a lock that `run` holds.
-    """
-    with ThreadPoolExecutor(1) as pool, calling_on_signal(stop):
-        pool.submit(run).result()
+    """Call `run`, and on SIGINT or SIGTERM `stop`, after which `run` has to return."""
+    with calling_on_signal(stop):
+        run()
 
 
 def poll_until_signal(

@@ -240,7 +240,6 @@ def _follow_relays(relays: Sequence[Relay], printer: "_RelayPrinter") -> None:
         finally:
             stop()
 
-    # In threads of their own: a handler that runs in this one must not meet a lock of a loop.
     with ThreadPoolExecutor(len(relays)) as pool, calling_on_signal(stop):
         for done in [pool.submit(follow, each, loop) for each, loop in zip(relays, loops, strict=True)]:
             done.result()

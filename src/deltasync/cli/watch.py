@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from deltasync.cli.feeds import feed_size_text, stored
@@ -42,9 +41,7 @@ def ui(args: argparse.Namespace, out: Output) -> None:
             hint = "; it asks for DELTASYNC_TOKEN" if token else ""
             text = json.dumps({"listening": url}) if out.is_json else f"open {url}/ in a browser{hint}"
             print(text, file=sys.stderr, flush=True)
-            # In a thread of its own: a handler that runs in this one must not meet a lock of the page.
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(page.run).result()
+            page.run()
 
 
 def report(args: argparse.Namespace, out: Output) -> None:

@@ -1,11 +1,14 @@
-"""Fixtures for all tests. Because of this file, `support` is importable from every test: its folder is on the path."""
+"""What all tests have in common. Because of this file `support` is importable from each: its folder is on the path."""
 
+import faulthandler
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
+from pytest_timeout import Settings
+from support import LONG_S, LONG_TEST_S, TEST_S
 
 from deltasync.kernels import VARIABLE, available, kernels
 from deltasync.store import retry
@@ -18,6 +21,54 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with SIGINT ignored, and child processes inherit that. They do not inherit a
     # handler, so this one lets tests interrupt their children while the test run itself still ignores SIGINT.
     signal.signal(signal.SIGINT, lambda number, frame: None)
+
+
+_STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the real stderr, which is captured during a test."""
+    config.stash[_STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the process if a test does not even end after its limit, with the tracebacks of all threads.
+
+    At its limit a test fails by an exception. That does not reach a call that never returns to Python, and whatever
+    cleans up after the exception may hang in turn. pytest-xdist reports the test and replaces the process.
+    """
+    _limit_process(item)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Limit what comes after the test, too: where the test has failed, pytest has cancelled both limits."""
+    _limit_process(item)
+    limited = Settings(_limit_s(item), "signal", func_only=False, disable_debugger_detection=False)
+    item.ihook.pytest_timeout_set_timer(item=item, settings=limited)
+
+
+def _limit_process(item: pytest.Item) -> None:
+    faulthandler.dump_traceback_later(_limit_s(item) + LONG_S, exit=True, file=item.config.stash[_STDERR])
+
+
+def _limit_s(item: pytest.Item) -> float:
+    limit = item.get_closest_marker("timeout")
+    assert limit is not None, "every test gets its limit when it is collected"
+    return float(limit.args[0])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give each test a limit, unless it has one of its own."""
+    if item.get_closest_marker("timeout") is None:
+        is_long = any(item.get_closest_marker(mark) for mark in ("e2e", "long", "soak"))
+        item.add_marker(pytest.mark.timeout(LONG_TEST_S if is_long else TEST_S))
 
 
 @pytest.hookimpl(trylast=True)

@@ -19,8 +19,9 @@ from benchmarks.sections import Section, at_most
 from deltasync.checkpoint import companion_files, open_checkpoint
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.publisher import PublisherOptions
+from tests.support.processes import stop
 from tests.support.servers import Proxy, proxied, seaweed
-from tests.support.vllm import PYTHON, VllmServer, save, start_vllm, stop, tiny_model
+from tests.support.vllm import PYTHON, VllmServer, save, start_vllm, tiny_model
 
 CHECKPOINT = "a checkpoint on the disk, then the feed"
 RESTORED = "restore to the disk, then the feed"

@@ -23,8 +23,9 @@ import torch
 from benchmarks.report import Row, say
 from benchmarks.sections import Section, at_most, run_sections
 from deltasync import open_store, publish
+from tests.support.processes import stop
 from tests.support.servers import free_port
-from tests.support.vllm import PYTHON, ROOT, stop
+from tests.support.vllm import PYTHON, ROOT
 
 EXAMPLE = ROOT / "examples" / "trl_wordle"
 SETTLE = 2

@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bombs import BOMBS
+from support import processes
 
 import deltasync
 from deltasync.errors import FormatError
@@ -36,15 +36,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and 
 
 def run(jobs: list[dict[str, Any]]) -> dict[str, Any]:
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, HERE / "runner.py"],
-        input=json.dumps(jobs, default=str),
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    text = json.dumps(jobs, default=str)
+    done = processes.run([sys.executable, HERE / "runner.py"], input=text, env=environment)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -3,7 +3,6 @@
 import errno
 import os
 import socket
-import subprocess
 import tempfile
 import threading
 import time
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support import LONG_S, join, processes
 from support.helpers import few_frames
 from support.servers import missing
 
@@ -278,7 +278,7 @@ def test_without_hard_links_a_rename_that_refuses_to_replace(
     barrier = threading.Barrier(8)
 
     def race(racer: int) -> None:
-        barrier.wait()
+        barrier.wait(LONG_S)
         if store.create("key", str(racer).encode()):
             won.append(racer)
 
@@ -286,7 +286,7 @@ def test_without_hard_links_a_rename_that_refuses_to_replace(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        join(thread)
     assert [store.get("key")] == [str(racer).encode() for racer in won]
     assert names_below(tmp_path) == ["key"]
 
@@ -336,13 +336,13 @@ def test_a_file_deleted_during_a_listing_is_passed_over(tmp_path: Path) -> None:
 def mounted(folder: Path, options: str) -> Iterator[Path]:
     """A small file system in memory."""
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, check=False)
+    done = processes.run(["mount", "-t", "tmpfs", "-o", options, "none", folder])
     if done.returncode != 0:
-        missing(f"cannot mount a file system here: {done.stderr.decode().strip()}")
+        missing(f"cannot mount a file system here: {done.stderr.strip()}")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", folder], check=True)
+        processes.run(["umount", folder], check=True)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -364,7 +364,7 @@ def test_read_only(verb: str, tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=1m") as root:
         store = LocalStore(root / "store")
         store.put("folder/old", b"old")
-        subprocess.run(["mount", "-o", "remount,ro", root], check=True)
+        processes.run(["mount", "-o", "remount,ro", root], check=True)
         for reader in (store, LocalStore(root / "store")):
             with pytest.raises(StoreError, match="read-only") as caught:
                 getattr(reader, verb)("folder/old", *([b"new"] if verb != "delete" else []))

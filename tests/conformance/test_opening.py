@@ -1,10 +1,10 @@
 """What users write to name a store, and keys that every store refuses."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import processes
 
 from deltasync.errors import InvalidInputError
 from deltasync.store import open_store
@@ -165,7 +165,7 @@ def test_settings_that_make_no_sense(url: str, environment: dict[str, str], monk
 
 def test_feeds_in_folders_need_no_client_of_a_cloud() -> None:
     code = "import sys, deltasync.store; sys.exit('obstore' in sys.modules or 'huggingface_hub' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    processes.run([sys.executable, "-c", code], check=True)
 
 
 GOOD_KEYS = ["a", "a/b", "a.b", "a..b", "-", "_", "A-Z_0.9/x", "n" * 200, "/".join(["x" * 63] * 8)]

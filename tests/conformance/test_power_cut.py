@@ -1,12 +1,12 @@
 """A power cut, on a real file system: what a store in a folder has confirmed is whole on disk."""
 
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support import processes
 from support.servers import missing
 
 from deltasync.store.local import LocalStore
@@ -19,13 +19,13 @@ ROUNDS = 16
 @contextmanager
 def loop_mounted(image: Path, folder: Path) -> Iterator[Path]:
     folder.mkdir(exist_ok=True)
-    done = subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True, check=False)
+    done = processes.run(["mount", "-o", "loop", image, folder])
     if done.returncode != 0:
-        missing(f"cannot mount an image here: {done.stderr.decode().strip()}")
+        missing(f"cannot mount an image here: {done.stderr.strip()}")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", folder], check=True)
+        processes.run(["umount", folder], check=True)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def image(tmp_path: Path) -> Path:
     path = tmp_path / "disk.img"
     with path.open("wb") as file:
         file.truncate(64 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-F", path], check=True)
+    processes.run(["mkfs.ext4", "-q", "-F", path], check=True)
     return path
 
 

@@ -3,14 +3,13 @@
 import os
 import pickle
 import secrets
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 
 import obstore
 import pytest
-from support import LONG_S, servers
+from support import processes, servers
 from support.servers import Proxy, proxied
 
 from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError, StoreError
@@ -149,10 +148,7 @@ def test_a_profile_is_enough(seaweed: servers.Server, tmp_path_factory: pytest.T
         f"from deltasync.store import open_store\ns = open_store({seaweed.url('profile')!r})\n"
         "s.put('key', b'1'); print(s.get('key'))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**clean, "HOME": str(home), "AWS_PROFILE": "lab"}, capture_output=True,
-        text=True, timeout=LONG_S, check=False,
-    )  # fmt: skip
+    done = processes.run([sys.executable, "-c", code], env={**clean, "HOME": str(home), "AWS_PROFILE": "lab"})
     assert done.stdout == "b'1'\n", done.stderr
 
 
@@ -265,7 +261,7 @@ print(os.waitstatus_to_exitcode(os.wait()[1]))
 def test_a_forked_process_gets_an_error_and_does_not_hang(store: Store, before: str, printed: str) -> None:
     store.put("key", b"1")
     code = [sys.executable, "-W", "ignore", "-c", FORK.format(url=store.url), before]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=LONG_S, check=False)
+    done = processes.run(code)
     assert done.stdout == printed, done.stderr
 
 

@@ -29,6 +29,7 @@ def run(*arguments: str | Path, **env: str) -> str:
         env={**os.environ, **env},
         capture_output=True,
         text=True,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

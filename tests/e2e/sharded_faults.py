@@ -114,7 +114,7 @@ def main() -> None:
             failing.is_armed = step == 1
             given = step + 10 if step == 1 and is_victim and options.fault == "step" else step
             try:
-                version = publisher.publish(tensors, step=given).wait().version
+                version = publisher.publish(tensors, step=given).wait(300).version
                 line = {"version": version, "kind": None, "error": ""}
             except DeltasyncError as error:
                 line = {"version": None, "kind": error.kind, "error": str(error)}

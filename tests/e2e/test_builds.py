@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support import processes
 
 pytestmark = pytest.mark.e2e
 
@@ -29,15 +30,8 @@ print(available())
 
 def run(*command: str | Path, cwd: Path = REPO, **env: str) -> str:
     """Standard output and error of a command that must succeed."""
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env={**os.environ, **env},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=1200,
-        check=False,
+    done = processes.run(
+        [str(word) for word in command], cwd=cwd, env={**os.environ, **env}, stderr=subprocess.STDOUT, timeout_s=1200
     )
     assert done.returncode == 0, done.stdout
     return done.stdout

@@ -20,6 +20,7 @@ from demo.board import Board
 from demo.processes import Processes
 from demo.run import Director, prepare
 from demo.settings import Settings
+from support import processes
 from support.hub import hub
 from support.servers import Server, free_port, missing, seaweed
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -103,18 +104,16 @@ def demo(
 ) -> Iterator["subprocess.Popen[str]"]:
     """Run the command as a process, and leave no process behind, whatever the test does."""
     command = ["-m", "demo"] if without is None else ["-c", WITHOUT, without]
-    process = subprocess.Popen(
-        [sys.executable, *command, "--out", str(out), "--real-steps", str(real_steps), *arguments],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES), **({} if environment is None else environment)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
     try:
-        yield process
+        with processes.running(
+            [sys.executable, *command, "--out", out, "--real-steps", str(real_steps), *arguments],
+            env={**os.environ, "PYTHONPATH": str(EXAMPLES), **({} if environment is None else environment)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            yield process
     finally:
-        process.kill()
-        process.wait()
+        # They are in sessions of their own.
         for pid in children(out):
             os.kill(pid, signal.SIGKILL)
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import save_file
+from support import processes
 from support.hub import hub
 from support.servers import missing, seaweed
 
@@ -70,15 +71,12 @@ def run(name: str, *arguments: str, folder: Path, environment: Mapping[str, str]
     if example.ranks is not None:
         launcher.append(f"--nproc-per-node={example.ranks}")
     given = {"HF_HUB_OFFLINE": "1"} if environment is None else environment
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, *launcher, EXAMPLES / name, *arguments],
         cwd=folder,
         env={**os.environ, "TMPDIR": str(folder), "COLUMNS": "120", "OMP_NUM_THREADS": "1", **given},
-        text=True,
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=600,
-        check=False,
+        timeout_s=600,
     )
     assert done.returncode == 0, done.stdout
     assert example.output in done.stdout
@@ -140,9 +138,7 @@ def test_example_twice_on_a_store_that_is_given(name: str, short_path: Path, mon
 
 @pytest.mark.parametrize(("name", "arguments"), [("s3_replicas.py", ()), ("hub_bucket.py", ("s3://bucket/run",))])
 def test_wrong_usage(name: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *arguments], cwd=tmp_path, text=True, capture_output=True, check=False
-    )
+    done = processes.run([sys.executable, EXAMPLES / name, *arguments], cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(f"usage: python examples/{name} ")
 
@@ -158,14 +154,11 @@ def test_notebook(path: Path, tmp_path: Path) -> None:
     assert all(re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", cell["id"]) for cell in cells)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", "\n".join("".join(cell["source"]) for cell in code)],
         cwd=tmp_path,
         env={**os.environ, "TMPDIR": str(tmp_path)},
-        text=True,
-        capture_output=True,
-        timeout=600,
-        check=False,
+        timeout_s=600,
     )
     assert done.returncode == 0, done.stderr
     assert "bit for bit: True" in done.stdout
@@ -194,9 +187,7 @@ def test_compose_file() -> None:
             assert (context / words[0]).is_file()
         else:
             assert program == "deltasync"
-            done = subprocess.run(
-                [sys.executable, "-m", "deltasync", *words, "--help"], text=True, capture_output=True, check=True
-            )
+            done = processes.run([sys.executable, "-m", "deltasync", *words, "--help"], check=True)
             assert all(word in done.stdout for word in words if word.startswith("--"))
     assert {f"replica-{i}:/models" for i in (1, 2)} == {
         volume for name in ("replica-1", "replica-2") for volume in services[name]["volumes"]
@@ -214,9 +205,7 @@ def test_complete_example_of_the_readme(tmp_path: Path) -> None:
     complete = code_of("README.md", "unused")[0]
     assert len([line for line in complete.splitlines() if line]) <= 15
     for head in (4, 9):
-        done = subprocess.run(
-            [sys.executable, "-c", complete], cwd=tmp_path, text=True, capture_output=True, timeout=600, check=False
-        )
+        done = processes.run([sys.executable, "-c", complete], cwd=tmp_path, timeout_s=600)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "bit for bit: True"
         verification = verify(tmp_path / "feed", deep=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fuzz.native import NATIVE, compiler
 from fuzz.targets import TARGETS
+from support import processes
 from support.servers import missing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -18,15 +19,12 @@ ROOT = Path(__file__).parents[2]
 
 def fuzz(tmp_path: Path, *options: str, **environment: str) -> dict[str, dict[str, object]]:
     """The row of each target."""
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "fuzz", "--json", str(tmp_path / "results.json"), *options],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), **environment},
-        text=True,
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=1800,
-        check=False,
+        timeout_s=1800,
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-20_000:]
@@ -44,7 +42,7 @@ def test_readers_and_decoders_survive_fuzzing(tmp_path: Path) -> None:
 
 def test_the_driver_for_other_compilers(tmp_path: Path) -> None:
     """Where there is no clang, the native targets run without libFuzzer."""
-    if subprocess.run(["g++", "--version"], capture_output=True, check=False).returncode != 0:
+    if processes.run(["g++", "--version"]).returncode != 0:
         missing("this needs g++")
     chosen = ("--target", "native relative", "--target", "native planes")
     rows = fuzz(tmp_path, "--seconds", "2", *chosen, CXX="g++", FUZZ_OPTIMIZE="0", FUZZ_BUILD="build/fuzz-quick")

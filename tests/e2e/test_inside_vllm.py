@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import processes
 from support.vllm import CORE, PYTHON, require_vllm, save, tiny_model, training_feed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -16,13 +16,8 @@ SCRIPT = Path(__file__).with_name("inside_vllm.py")
 
 def run(*arguments: str) -> Any:
     require_vllm()
-    done = subprocess.run(
-        [str(PYTHON), str(SCRIPT), *arguments],
-        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": CORE},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
+    done = processes.run(
+        [str(PYTHON), str(SCRIPT), *arguments], env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": CORE}, timeout_s=600
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import LONG_S
+from support import LONG_S, processes
 from support.helpers import State, changed, state, write_sharded
 
 import deltasync
@@ -85,21 +85,20 @@ def test_an_exporter_and_an_importer_follow_each_other(tmp_path: Path, checkpoin
     feed, root, copy = str(tmp_path / "feed"), str(tmp_path / "folders"), str(tmp_path / "copy")
     deltasync.publish(feed, checkpoints[0])
     command = [sys.executable, "-m", "deltasync"]
-    assert subprocess.run([*command, "export", feed, root], check=True, capture_output=True)
-    exporter = subprocess.Popen([*command, "export", feed, root, "--follow", "--json"], stdout=subprocess.PIPE)
+    processes.run([*command, "export", feed, root], check=True)
     base = str(tmp_path / "folders" / "weight_v000000")
-    importer = subprocess.Popen(
-        [*command, "import", root, copy, "--base", base, "--follow", "--json"], stdout=subprocess.PIPE
-    )
-    try:
+    exporting = [*command, "export", feed, root, "--follow", "--json"]
+    importing = [*command, "import", root, copy, "--base", base, "--follow", "--json"]
+    with (
+        processes.running(exporting, stdout=subprocess.PIPE) as exporter,
+        processes.running(importing, stdout=subprocess.PIPE) as importer,
+    ):
         for checkpoint in checkpoints[1:]:
             deltasync.publish(feed, checkpoint)
-        assert importer.stdout is not None
         lines = [json.loads(importer.stdout.readline()) for _ in checkpoints]
         assert [line["version"] for line in lines] == [0, 1, 2, 3, 4]
-    finally:
         for process in (exporter, importer):
             process.terminate()
-    assert [process.wait(LONG_S) for process in (exporter, importer)] == [0, 0]
+        assert [process.wait(LONG_S) for process in (exporter, importer)] == [0, 0]
     deltasync.restore(copy, tmp_path / "out")
     assert bits(tmp_path / "out") == bits(checkpoints[4])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from mutants.mutant import Mutant
 from mutants.sandbox import KILLED, ROOT, SURVIVED, UNKNOWN, Sandbox
+from support import processes
 
 pytestmark = pytest.mark.e2e
 
@@ -49,14 +50,11 @@ UNIMPORTABLE = Mutant(
 
 def test_mutants_of_several_rooms_are_killed(tmp_path: Path) -> None:
     report = tmp_path / "results" / "mutants.json"
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "mutants", *NAMES, "--json", str(report)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=600,
+        timeout_s=600,
     )
     assert done.returncode == 0, done.stdout
     results = json.loads(report.read_text())

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support import IS_SOAK, LONG_S, repeats
+from support import IS_SOAK, LONG_S, processes, repeats
 from support.feeds import holds, nth
 from support.servers import free_port
 
@@ -58,7 +58,7 @@ class Program:
     def start(self) -> None:
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "DELTASYNC_THREADS": "1"}
         with (self._folder / f"{self.name}.log").open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = processes.start(
                 self._command, cwd=self._folder, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
 
@@ -86,8 +86,7 @@ class Program:
     def kill(self) -> None:
         self.require_running()
         assert self._process is not None
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        processes.kill(self._process)
         self.kills += 1
 
     def stop(self) -> None:
@@ -97,9 +96,8 @@ class Program:
         assert self._process.wait(LONG_S) == 0, f"{self.name} failed at its end:\n{self.output[-5000:]}"
 
     def discard(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None:
+            processes.kill(self._process)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import LONG_S, repeats
+from support import LONG_S, join, processes, repeats
 from support.servers import Server, seaweed
 
 from deltasync import AnchorPolicy, PublisherOptions, open_store, verify
@@ -80,7 +80,7 @@ class SlowLink:
             except OSError:
                 return
             try:
-                server = socket.create_connection(self._server)
+                server = socket.create_connection(self._server, timeout=LONG_S)
             except OSError:
                 client.close()
                 continue
@@ -124,7 +124,7 @@ def slow_link(endpoint: str, bytes_per_s: float | None = None) -> Iterator[SlowL
         yield link
     finally:
         link.stop()
-        thread.join()
+        join(thread)
 
 
 class Training:
@@ -159,7 +159,7 @@ class Command:
 
     def start(self) -> None:
         with self._output.open("ab") as output:
-            self.process = subprocess.Popen(self._argv, env=self._environment, stdout=output)
+            self.process = processes.start(self._argv, env=self._environment, stdout=output)
 
     def end(self, number: int) -> int:
         assert self.process is not None
@@ -180,9 +180,7 @@ def started(command: Command) -> Iterator[Command]:
         yield command
     finally:
         assert command.process is not None
-        if command.process.poll() is None:
-            command.process.kill()
-            command.process.wait()
+        processes.kill(command.process)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import LONG_S
+from support import LONG_S, processes
 from support.feeds import publish, publisher
 from support.helpers import changed, state, write_sharded
 from support.replicas import wait_until
@@ -196,17 +196,13 @@ def test_every_role_with_its_own_rights(
     site.be("replica")
     command = ["follow", site.source, "--target", "live", "--mirror", "mirror", "--replica", "here", "--json"]
     argv = [sys.executable, "-m", "deltasync", *command]
-    with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
-        try:
-            assert process.stdout is not None
-            assert json.loads(process.stdout.readline())["version"] == 9
-            with open_store(site.source) as store:
-                wait_until(lambda: [beat.replica for beat in Log(store).heartbeats()] == ["here"])
-                process.send_signal(signal.SIGTERM)
-                assert process.wait(LONG_S) == 0
-                assert Log(store).heartbeats() == [], "it has deleted its heartbeat"
-        finally:
-            process.kill()
+    with processes.running(argv, cwd=tmp_path, stdout=subprocess.PIPE, env=dict(os.environ)) as process:
+        assert json.loads(process.stdout.readline())["version"] == 9
+        with open_store(site.source) as store:
+            wait_until(lambda: [beat.replica for beat in Log(store).heartbeats()] == ["here"])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LONG_S) == 0
+            assert Log(store).heartbeats() == [], "it has deleted its heartbeat"
 
     site.be("retaining")
     with open_store(site.source) as store:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import LONG_S
+from support import LONG_S, processes
 from support.servers import free_port
 from transformers import AutoModelForCausalLM
 
@@ -36,14 +36,11 @@ def environment(**more: str) -> dict[str, str]:
 def torchrun(script: str, ranks: int, **options: Any) -> None:
     """Run a script of this folder on some ranks until it ends."""
     launch = {"nproc-per-node": ranks, "standalone": None}
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "torch.distributed.run", *flags(launch), HERE / script, *flags(options)],
         env=environment(PYTHONPATH=str(HERE.parent)),
-        text=True,
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=RUN_S,
-        check=False,
+        timeout_s=RUN_S,
     )
     assert done.returncode == 0, done.stdout
 
@@ -127,8 +124,7 @@ class Trainer:
 
     def stop(self) -> None:
         for process in self.ranks:
-            process.kill()
-            process.wait()
+            processes.kill(process)
 
 
 @pytest.fixture
@@ -147,7 +143,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
             with (out / f"{r}.log").open("wb") as log:
                 place = {"RANK": str(r), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 command = [sys.executable, HERE / "sharded_faults.py", *flags(script)]
-                ranks.append(subprocess.Popen(command, env=environment(**place), stdout=log, stderr=log))
+                ranks.append(processes.start(command, env=environment(**place), stdout=log, stderr=log))
         started.append(Trainer(ranks, out))
         return started[-1]
 

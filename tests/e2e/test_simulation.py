@@ -1,7 +1,6 @@
 """The simulation of the whole system: no seed breaks a rule, a seed replays exactly, and planted faults are found."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from simulation.__main__ import explain, run, table
 from simulation.planted import PLANTED
 from simulation.virtual import virtual
 from simulation.world import simulate
-from support import repeats
+from support import processes, repeats
 
 pytestmark = pytest.mark.e2e
 
@@ -41,9 +40,7 @@ def test_a_seed_replays_exactly() -> None:
     traces = []
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONHASHSEED": hash_seed}
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=600
-        )
+        done = processes.run([sys.executable, "-c", script], env=environment, check=True, timeout_s=600)
         traces.append(done.stdout.split())
     with virtual():
         here = [simulate(seed).trace_sha256 for seed in seeds]

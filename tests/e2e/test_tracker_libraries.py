@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import LONG_S
 
 from deltasync import Follower, PublisherOptions
 from deltasync.torch import ModuleTarget, Publisher
@@ -34,7 +35,7 @@ def train_and_follow(feed: Path, observer: Observer) -> None:
     model, copy = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
     with Publisher(str(feed), options=PublisherOptions(observer=observer)) as publisher:
         for step in range(3):
-            publisher.publish(model, step=step).wait()
+            publisher.publish(model, step=step).wait(LONG_S)
             with Follower(str(feed), ModuleTarget(copy), observer=observer, beat_s=None) as follower:
                 follower.advance()
             with torch.no_grad():
@@ -96,5 +97,5 @@ def test_an_observer_that_fails_stops_nothing(tmp_path: Path, caplog: pytest.Log
 
     observer: Callable[..., None] = to_tensorboard(Writer())
     with Publisher(str(tmp_path / "feed"), options=PublisherOptions(observer=observer)) as publisher:
-        assert publisher.publish(torch.nn.Linear(4, 4)).wait().version == 0
+        assert publisher.publish(torch.nn.Linear(4, 4)).wait(LONG_S).version == 0
     assert "the disk of the tracker is full" in caplog.text

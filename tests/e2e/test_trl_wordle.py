@@ -14,6 +14,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+from support import processes
 from support.servers import free_port, json_server
 from support.vllm import CORE, require_vllm, save, tiny_model
 from support.vllm import PYTHON as VLLM_PYTHON
@@ -60,14 +61,11 @@ def test_a_run_learns_and_what_is_served_is_what_was_trained(tmp_path: Path) -> 
 
 def run_local(out: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """The script as a newcomer runs it, on ports that are free."""
-    return subprocess.run(
+    return processes.run(
         [EXAMPLE / "run_local.sh", *arguments],
         env=local_environment(out, environment),
-        text=True,
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=LONG_S,
-        check=False,
+        timeout_s=LONG_S,
     )
 
 
@@ -115,14 +113,11 @@ def answering(**answers: Any) -> Iterator[str]:
 def example(
     name: str, *arguments: str | Path, folder: Path, python: str = sys.executable, **environment: str
 ) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
+    return processes.run(
         [python, EXAMPLE / name, *arguments],
         cwd=folder,
         env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
-        text=True,
-        capture_output=True,
-        timeout=LONG_S,
-        check=False,
+        timeout_s=LONG_S,
     )
 
 
@@ -211,12 +206,11 @@ def test_a_local_run_that_is_stopped_leaves_nothing(how: signal.Signals, model: 
     require_vllm()
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer/wordle-policy").symlink_to(model)
-    process = subprocess.Popen(
+    process = processes.start(
         [EXAMPLE / "run_local.sh"],
         env=local_environment(tmp_path, {}),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
     try:
         # The trainer has published, so the server is coming up: this is when most processes are there.
@@ -225,8 +219,7 @@ def test_a_local_run_that_is_stopped_leaves_nothing(how: signal.Signals, model: 
         process.wait(LONG_S)
         wait_until(lambda: running(tmp_path) == [])
     finally:
-        process.kill()
-        process.wait()
+        processes.kill(process)
     assert deltasync.verify(deltasync.open_store(tmp_path / "feed"), deep=True).is_clean
     assert process.returncode == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}[how.name]
 

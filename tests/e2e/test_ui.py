@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support import LONG_S
+from support import LONG_S, processes
 from support.feeds import Feed
 from support.servers import missing, npm_package
 
@@ -178,18 +178,10 @@ def opened(browser: "Browser", url: str, **options: Any) -> "Iterator[tuple[Page
 @contextmanager
 def ui(folder: Path, **environment: str) -> "Iterator[tuple[str, subprocess.Popen[str]]]":
     """The command as a user starts it."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deltasync", "ui", str(folder), "--listen", "127.0.0.1:0", "--json"],
-        env={**{k: v for k, v in os.environ.items() if k != "DELTASYNC_TOKEN"}, **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
+    command = [sys.executable, "-m", "deltasync", "ui", str(folder), "--listen", "127.0.0.1:0", "--json"]
+    env = {**{k: v for k, v in os.environ.items() if k != "DELTASYNC_TOKEN"}, **environment}
+    with processes.running(command, env=env, stderr=subprocess.PIPE) as process:
         yield json.loads(process.stderr.readline())["listening"], process
-    finally:
-        process.terminate()
-        process.wait(LONG_S)
 
 
 @pytest.fixture
@@ -384,11 +376,7 @@ def test_the_process_that_ends_is_shown(browser: "Browser", run: Run) -> None:
 def test_a_report_needs_nothing_else(browser: "Browser", run: Run, tmp_path: Path, axe: str) -> None:
     run.write_beat("near-0", 23, {"engine": "</script><script>document.title='x'</script>"})
     output = tmp_path / "report.html"
-    subprocess.run(
-        [sys.executable, "-m", "deltasync", "report", str(run.folder), "-o", str(output)],
-        check=True,
-        capture_output=True,
-    )
+    processes.run([sys.executable, "-m", "deltasync", "report", str(run.folder), "-o", str(output)], check=True)
     shutil.rmtree(run.folder)
     with opened(browser, output.as_uri()) as (page, seen):
         page.wait_for_selector("#figures >> text=v23")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import LONG_S
+from support import LONG_S, processes
 from support.vllm import (
     PROMPTS,
     TOKEN,
@@ -30,7 +30,6 @@ from support.vllm import (
     records_versions,
     require_vllm,
     start_vllm,
-    stop,
     tiny_model,
     training_feed,
     versions_of,
@@ -133,7 +132,7 @@ def _while_stepping(server: VllmServer, feed: TrainingFeed, *, steps: int) -> li
         finally:
             done.set()
         for request in asked:
-            request.result()
+            request.result(LONG_S)
     # One more, while nothing switches: where switches follow each other quickly, no other has a single version.
     responses.append(server.complete(PROMPTS[1], max_tokens=48, ignore_eos=True, return_token_ids=True))
     return responses
@@ -177,7 +176,7 @@ def require_requested_versions(server: VllmServer) -> None:
         waiting = clients.submit(server.complete, PROMPTS[0], headers={**asked, "x-deltasync-wait-s": "60"})
         assert server.control("advance", to=1)["version"] == 1
         assert server.control("advance", to=2)["version"] == 2
-        served = waiting.result()
+        served = waiting.result(LONG_S)
     assert (served.status, spans_of(served)) == (200, spans("0-7=2"))
     options = {"n": 2, "temperature": 1, "max_tokens": 3, "ignore_eos": True}
     both = server.complete([PROMPTS[0], PROMPTS[1]], headers={"x-deltasync-version": "2"}, **options)
@@ -252,7 +251,7 @@ def over_a_switch(server: VllmServer, *, to: int) -> tuple[list[str], Response]:
             waiting = clients.submit(server.complete, PREFIX)
             if is_waiting(server, waiting):
                 assert server.control("advance", to=to)["version"] == to
-                return [first, *stream], waiting.result()
+                return [first, *stream], waiting.result(LONG_S)
     raise AssertionError("every stream was over before another request had to wait for it")
 
 
@@ -310,7 +309,7 @@ def test_a_server_that_follows_a_feed_of_another_model_ends(tmp_path: Path) -> N
         try:
             assert server.process.wait(2 * LONG_S) == 3, server.tail()
         finally:
-            stop(server.process)
+            processes.stop(server.process)
         log = server.log.read_text()
         assert "model.layers.2." in log
         assert "the server ends with exit code 3" in log
@@ -328,7 +327,7 @@ def test_an_adapter_follows_a_feed_of_its_own(tmp_path: Path) -> None:
         Publisher(url, options=options) as publisher,
     ):
         for state in states[:2]:
-            publisher.publish(state).wait()
+            publisher.publish(state).wait(LONG_S)
         reference.mkdir()
         save_file(states[2], reference / "adapter_model.safetensors")
         (reference / "adapter_config.json").write_text(json.dumps(config))
@@ -341,7 +340,7 @@ def test_an_adapter_follows_a_feed_of_its_own(tmp_path: Path) -> None:
             plain, wanted = (_said(server, model) for model in (server.model, "ref"))
             before = _said(server, "policy")
             assert len({json.dumps(said) for said in (plain, wanted, before)}) == 3
-            publisher.publish(states[2]).wait()
+            publisher.publish(states[2]).wait(LONG_S)
             _wait_for_adapter(server, 2)
             # The prompts are in the prefix cache, computed with version 1.
             assert _said(server, "policy") == wanted

@@ -5,15 +5,13 @@ import time
 from pathlib import Path
 
 import pytest
-from support import LONG_S
+from support import LONG_S, processes
 from support.vllm import (
     PROMPTS,
     VllmServer,
     answers,
-    kill,
     require_vllm,
     start_vllm,
-    stop,
     tiny_model,
     training_feed,
     versions_of,
@@ -96,10 +94,10 @@ def test_a_server_that_is_killed_while_it_starts_leaves_nothing(tmp_path: Path, 
             while is_loading and "loading version 0 of" not in server.log.read_text():
                 assert server.process.poll() is None, server.tail()
                 time.sleep(0.05)
-            kill(server.process)
+            processes.kill(server.process)
             wait_gone(home)
         finally:
-            stop(server.process)
+            processes.stop(server.process)
         assert [path.name for path in (tmp_path / "killed").iterdir()] == ["server.log"]
 
 

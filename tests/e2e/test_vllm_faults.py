@@ -10,7 +10,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 import pytest
-from support import LONG_S, repeats
+from support import LONG_S, join, processes, repeats
 from support.servers import proxied, seaweed
 from support.vllm import (
     PROMPTS,
@@ -19,7 +19,6 @@ from support.vllm import (
     VllmServer,
     answers,
     assert_made_by_their_label,
-    kill,
     require_vllm,
     start_vllm,
     tiny_model,
@@ -58,7 +57,7 @@ def test_kills_at_any_time_leave_no_answer_with_mixed_weights(tmp_path: Path) ->
                         ask_until_killed(server, found, after_s=when.uniform(0.0, 4.0))
                     assert server.process.poll() in (None, -signal.SIGKILL), server.tail()
                 finally:
-                    kill(server.process)
+                    processes.kill(server.process)
         assert found
         with vllm_server(feed.base, feed.url, tmp_path / "last", DELTASYNC_WAY="push", **mirror) as server:
             # These are the weights of version 0, as vLLM itself loads them.
@@ -122,7 +121,7 @@ def stepping(feed: TrainingFeed, *, every_s: float) -> Iterator[None]:
         yield
     finally:
         done.set()
-        thread.join()
+        join(thread)
 
 
 def ask(server: VllmServer) -> Response:
@@ -132,10 +131,10 @@ def ask(server: VllmServer) -> Response:
 def ask_until_killed(server: VllmServer, found: list[Response], *, after_s: float) -> None:
     """Ask for completions, and kill the server in the middle of them, so long after the first one."""
     found.append(ask(server))
-    killer = threading.Timer(after_s, kill, [server.process])
+    killer = threading.Timer(after_s, processes.kill, [server.process])
     killer.start()
     try:
         while True:
             found.append(ask(server))
     except (OSError, HTTPException):
-        killer.join()
+        join(killer)

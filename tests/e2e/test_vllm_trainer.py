@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
+from support import processes
 from support.vllm import CORE, PYTHON, require_vllm, save, tiny_model, training_feed, vllm_server
 
 import deltasync
@@ -23,13 +23,10 @@ def test_vllms_own_client_and_source_publish_and_move_a_server(tmp_path: Path) -
         feed.step(fraction=0.3, scale=1.0)
         old, new = feed.base, save(feed.model, tmp_path / "new")
     with vllm_server(new, None, tmp_path / "server", VLLM_SERVER_DEV_MODE="1") as server:
-        done = subprocess.run(
+        done = processes.run(
             [str(PYTHON), str(SCRIPT), str(tmp_path), str(old), str(new), server.url],
             env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": CORE, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
+            timeout_s=600,
         )
         assert done.returncode == 0, done.stderr[-4000:] + server.tail()
     found = json.loads(done.stdout.splitlines()[-1])

@@ -2,9 +2,9 @@
 
 import json
 import os
-import subprocess
 
 import pytest
+from support import processes
 from support.vllm import PYTHON, ROOT, require_vllm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -25,13 +25,8 @@ NAMES = (
 
 def test_models_of_different_kinds_follow_a_feed_to_the_bits_of_a_fresh_server() -> None:
     require_vllm()
-    done = subprocess.run(
-        [str(PYTHON), "-m", "zoo", *NAMES],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
+    done = processes.run(
+        [str(PYTHON), "-m", "zoo", *NAMES], env={**os.environ, "PYTHONPATH": str(ROOT / "tests")}, timeout_s=900
     )
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert {result["name"]: result["problems"] for result in results} == {name: [] for name in NAMES}, done.stderr[

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support import LONG_S
+from support import LONG_S, processes
 from support.servers import missing
 
 FOLDER = Path(__file__).parent
@@ -72,20 +72,19 @@ class Publisher:
 def publishing(url: str, output: Path, *options: str) -> Iterator[Publisher]:
     """A publisher that has not begun. No process of its is left at the end of the block."""
     with output.open("wb") as file:
-        process = subprocess.Popen(
+        process = processes.start(
             [sys.executable, FOLDER / "publisher.py", url, *options],
             env={**os.environ, "PYTHONPATH": str(FOLDER.parent)},
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            text=False,
         )
     try:
         yield Publisher(process, output)
     finally:
-        # It has a session of its own, so this reaches its forks and nothing else.
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        processes.kill(process)
+        process.stdin.close()
 
 
 @contextmanager
@@ -94,14 +93,14 @@ def mounted(at: Path, *arguments: str | Path) -> Iterator[Path]:
     if sys.platform != "linux" or os.geteuid() != 0:
         missing("mounting needs root on Linux")
     at.mkdir()
-    done = run("mount", *arguments, at)
+    done = processes.run(["mount", *arguments, at])
     if done.returncode != 0:
         missing(f"cannot mount here: {done.stderr.strip()}")
     try:
         yield at
     finally:
-        run("umount", "--lazy", at)
+        processes.run(["umount", "--lazy", at])
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, timeout=120)
+    return processes.run(command)

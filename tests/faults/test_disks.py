@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from known import head_of, manifests, nth, publish, require_clean, require_exact, require_whole
 from running import mounted, run
 from safetensors.numpy import save_file
-from support import LONG_S
+from support import LONG_S, processes
 from support.helpers import State
 
 import deltasync
@@ -94,14 +96,14 @@ def large_feed(path: Path) -> LocalStore:
     return store
 
 
-def started(*arguments: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "deltasync", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def outcome(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, err = process.communicate(timeout=LONG_S)
-    return process.returncode, err
+def outcomes(*commands: Sequence[str | Path]) -> list[tuple[int, str]]:
+    """The exit codes and errors of commands that run at the same time."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with ExitStack() as ended:
+        programs = [[sys.executable, "-m", "deltasync", *command] for command in commands]
+        both = [ended.enter_context(processes.running(program, **pipes)) for program in programs]
+        errors = [process.communicate(timeout=LONG_S)[1] for process in both]
+    return [(process.returncode, error) for process, error in zip(both, errors, strict=True)]
 
 
 UNCHECKED = """
@@ -124,8 +126,7 @@ def test_a_disk_that_becomes_full_is_an_error_and_not_a_signal(command: str, tmp
             "follow": ("follow", tmp_path / "feed", "--target", disk / "out", "--once"),
             "mirror": ("follow", tmp_path / "feed", "--target", tmp_path / "x", "--mirror", disk / "out", "--once"),
         }[command]
-        program = [sys.executable, "-c", UNCHECKED, *map(str, arguments)]
-        done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=LONG_S)
+        done = processes.run([sys.executable, "-c", UNCHECKED, *arguments])
         assert done.returncode == 1, f"{done.returncode}: {done.stderr}"
         assert "there is not enough space: No space left on device" in done.stderr
         assert "free some space" in done.stderr
@@ -138,22 +139,20 @@ def test_two_restores_at_once_on_a_small_disk(tmp_path: Path) -> None:
     large_feed(tmp_path / "feed")
     for round_ in range(3):
         with mounted(tmp_path / f"small-{round_}", *DISK) as disk:
-            both = [started("restore", tmp_path / "feed", "-o", disk / name) for name in ("one", "two")]
-            ended = sorted(outcome(process) for process in both)
+            ended = sorted(outcomes(*(["restore", tmp_path / "feed", "-o", disk / name] for name in ("one", "two"))))
             codes = [code for code, _ in ended]
             assert codes in ([0, 1], [1, 1]), ended
             assert all("free some space" in err for code, err in ended if code == 1), ended
             whole = [path for path in disk.iterdir() if path.is_dir()]
             assert len(whole) == codes.count(0), "nothing is left of one that failed"
             if not whole:
-                assert outcome(started("restore", tmp_path / "feed", "-o", disk / "one")) == (0, "")
+                assert outcomes(["restore", tmp_path / "feed", "-o", disk / "one"]) == [(0, "")]
 
 
 def test_two_restores_at_once_that_both_do_not_fit(tmp_path: Path) -> None:
     large_feed(tmp_path / "feed")
     with mounted(tmp_path / "small", *DISK) as disk:
         (disk / "filler").write_bytes(bytes(5 << 20))
-        both = [started("restore", tmp_path / "feed", "-o", disk / name) for name in ("one", "two")]
-        for code, err in map(outcome, both):
+        for code, err in outcomes(*(["restore", tmp_path / "feed", "-o", disk / name] for name in ("one", "two"))):
             assert (code, "free some space" in err) == (1, True), err
         assert [path.name for path in disk.iterdir()] == ["filler"]

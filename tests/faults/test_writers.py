@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from known import (
     require_whole,
 )
 from racer import Tally, content, race
-from support import LONG_S
+from support import LONG_S, processes
 from support.helpers import State
 
 from deltasync.errors import ConflictError, StoreError
@@ -67,7 +68,7 @@ def test_two_threads_race(kind: str, stops: bool, tmp_path: Path) -> None:
     barrier = threading.Barrier(2)
 
     def run(number: int) -> Tally:
-        barrier.wait()
+        barrier.wait(LONG_S)
         return race(stores[number], number, total=TOTAL, stops=stops)
 
     with ThreadPoolExecutor(2) as pool:
@@ -82,26 +83,18 @@ def test_two_threads_race(kind: str, stops: bool, tmp_path: Path) -> None:
 def test_two_processes_race(policy: str, tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     publish(store, 0)
-    racers = [
-        subprocess.Popen(
-            [sys.executable, FOLDER / "racer.py", store.url, str(number), str(TOTAL), policy],
-            env={**os.environ, "PYTHONPATH": str(FOLDER.parent)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
+    with ExitStack() as ended:
+        racers = []
+        for number in range(2):
+            command = [sys.executable, FOLDER / "racer.py", store.url, str(number), str(TOTAL), policy]
+            racers.append(ended.enter_context(processes.running(command, env=environment, **pipes)))
         for racer in racers:
             assert racer.stdout is not None
             assert racer.stdout.readline() == "ready\n"
         with ThreadPoolExecutor(2) as pool:
-            outputs = list(pool.map(lambda racer: racer.communicate("go\n", timeout=120)[0], racers))
-    finally:
-        for racer in racers:
-            racer.kill()
-            racer.wait()
+            outputs = list(pool.map(lambda racer: racer.communicate("go\n", timeout=LONG_S)[0], racers))
     require_fair(store, [Tally(**json.loads(text)) for text in outputs])
 
 

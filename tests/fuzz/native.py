@@ -7,6 +7,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from support import LONG_S, processes
+
 from .loop import CORPUS, Result
 
 NATIVE = ("relative", "absolute", "planes", "sequence", "crafted", "large")
@@ -23,8 +25,8 @@ def compiler() -> str | None:
 
 
 def build() -> Path:
-    """The program with all native targets, with sanitizers; CalledProcessError if it cannot be built."""
-    done = subprocess.run([_ROOT / "tests/fuzz/build.sh"], check=True, text=True, stdout=subprocess.PIPE)
+    """The program with all native targets, with sanitizers; AssertionError if it cannot be built."""
+    done = processes.run([_ROOT / "tests/fuzz/build.sh"], check=True, timeout_s=4 * LONG_S)
     return _ROOT / done.stdout.strip()
 
 
@@ -41,14 +43,14 @@ def run_native(program: Path, name: str, *, seconds: float, seed: int) -> Result
     else:
         command = [program, str(seconds), str(seed), new, kept]
     since = time.monotonic()
-    done = subprocess.run(
+    done = processes.run(
         command,
         env={**os.environ, **_SANITIZERS, "FUZZ_TARGET": name, "FUZZ_INPUT": str(running)},
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        check=False,
+        errors="replace",
+        timeout_s=seconds + 4 * LONG_S,
     )
-    printed = done.stdout.decode(errors="replace")
+    printed = done.stdout
     result = Result(f"native {name}", seconds=time.monotonic() - since)
     found = re.findall(r"(?:number_of_executed_units: |executions: |^Done )([0-9]+)", printed, re.MULTILINE)
     result.executions = max(map(int, found), default=0)

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from support import LONG_S, processes
+
 from .mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
@@ -81,14 +83,13 @@ class Sandbox:
         site = sysconfig.get_path("purelib", "venv", vars={"base": str(self._folder / "venv")})
         Path(site, "packages.pth").write_text("\n".join([str(self._tree / "src"), *packages]))
         others = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        self._runner = subprocess.Popen(
+        self._runner = processes.start(
             [str(self._python), "-m", "mutants.runner"],
             cwd=self._tree,
             # A mutant that lets a test wait in vain is killed sooner.
             env={**others, "PYTHONPATH": str(self._tree / "tests"), "DELTASYNC_TEST_LONG_S": "60"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
         )
         return self
 
@@ -96,7 +97,10 @@ class Sandbox:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._runner is not None:
-            self._runner.communicate()
+            processes.stop(self._runner)
+            for pipe in (self._runner.stdin, self._runner.stdout):
+                assert pipe is not None
+                pipe.close()
         self._held.cleanup()
 
     def run_tests(self, ids: Iterable[str]) -> TestRun:
@@ -110,7 +114,7 @@ class Sandbox:
         print(json.dumps(arguments), file=runner.stdin, flush=True)
         answer = runner.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the process that runs the tests has ended with code {runner.wait()}")
+            raise RuntimeError(f"the process that runs the tests has ended with code {runner.wait(LONG_S)}")
         code, output = json.loads(answer)
         failed = _FAILED.search(output)
         return TestRun(code, None if failed is None else failed[1], output)
@@ -185,13 +189,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def _run(command: list[str], **environment: str) -> None:
-    done = subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    done = processes.run(command, env={**os.environ, **environment}, stderr=subprocess.STDOUT, timeout_s=4 * LONG_S)
     if done.returncode:
         raise BuildError(done.stdout[-2000:])

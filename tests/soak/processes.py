@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from support import processes
+
 MiB = 1 << 20
 _PARTS = 4
 SAMPLES_LEAST = 40
@@ -158,15 +160,10 @@ class Role:
 
 
 def popen(command: Sequence[str | Path], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A process in a session of its own, so that a signal reaches its children, and nothing else."""
+    """A process whose output is appended to a log."""
     with log.open("ab") as output:
-        return subprocess.Popen(
-            [str(word) for word in command],
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
+        return processes.start(
+            command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
 
 

@@ -3,20 +3,19 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
 
-from . import LONG_S
+from . import processes
 from .servers import missing
 
 Reach = Literal["connected", "refused", "no route"]
@@ -64,17 +63,8 @@ class Host:
 
     def run(self, *command: str | Path) -> str:
         """What a command on this host prints; it must succeed."""
-        done = subprocess.run(
-            self.command(*command),
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LONG_S,
-            check=False,
-        )
-        assert done.returncode == 0, f"{self.name}: {command} ended with {done.returncode}: {done.stderr[-2000:]}"
-        return done.stdout
+        printed: str = processes.run(self.command(*command), env=self.environment, check=True).stdout
+        return printed
 
     def reach(self, other: "Host", port: int) -> Reach:
         """What becomes of a TCP connection from here to a port of another host."""
@@ -104,7 +94,7 @@ def hosts(*names: str) -> Iterator[dict[str, Host]]:
 def link(a: Host, b: Host) -> None:
     """A cable between two hosts. Each end has the name of the other host, and leads to that host alone."""
     ends = [("name", there.name, "netns", str(here.holder.pid)) for here, there in ((a, b), (b, a))]
-    subprocess.run(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True, timeout=LONG_S)
+    processes.run(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True)
     for here, there in ((a, b), (b, a)):
         here.run("ip", "addr", "add", here.address, "peer", there.address, "dev", there.name)
         here.run("ip", "link", "set", "dev", there.name, "up")
@@ -117,25 +107,16 @@ def cut(a: Host, b: Host) -> None:
 
 @contextmanager
 def _host(name: str, address: str, home: Path) -> Iterator[Host]:
-    holder = subprocess.Popen(
-        ["unshare", *_KINDS, "--fork", "--kill-child", "--mount-proc", "sh", "-c", _BOOT, "sh", str(home)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Not the Ctrl-C that is meant for the tests: they end it themselves, after what runs on it.
-        start_new_session=True,
-    )
-    with holder:
-        assert holder.stdin is not None
-        assert holder.stdout is not None
-        assert holder.stderr is not None
+    boot = ["unshare", *_KINDS, "--fork", "--kill-child", "--mount-proc", "sh", "-c", _BOOT, "sh", home]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with processes.running(boot, **pipes) as holder:
         try:
             if holder.stdout.readline() != "up\n":
                 missing(f"namespaces cannot be made here: {holder.stderr.read().strip()}")
             yield Host(name, address, home, holder)
         finally:
-            holder.kill()
+            # It would not end by itself as long as something runs on it.
+            processes.kill(holder)
 
 
 def _require_tools() -> None:
@@ -172,13 +153,12 @@ class Programs:
     def start(self, name: str, host: Host, *command: str | Path, environment: Mapping[str, str]) -> None:
         """Start a program. What it prints goes to files that no host sees."""
         with self._events(name).open("wb") as events, self._log(name).open("wb") as log:
-            self._running[name] = subprocess.Popen(
+            self._running[name] = processes.start(
                 host.command(*command),
                 env={**host.environment, **environment},
                 stdin=subprocess.PIPE,
                 stdout=events,
                 stderr=log,
-                start_new_session=True,
             )
 
     def events(self, name: str, event: str) -> list[dict[str, Any]]:
@@ -217,10 +197,7 @@ class Programs:
     def kill(self) -> None:
         """End all that was started, at once."""
         for process in self._running.values():
-            # It has a session of its own, so this reaches what it started and nothing else.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            processes.kill(process)
             if process.stdin is not None:
                 process.stdin.close()
 

@@ -20,6 +20,8 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import hf_xet
 
+from . import join
+
 
 @dataclass(frozen=True, slots=True)
 class Xorb:
@@ -435,4 +437,4 @@ def hub() -> Iterator[Hub]:
         finally:
             server.shutdown()
             server.server_close()
-            thread.join()
+            join(thread)

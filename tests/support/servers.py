@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from . import LONG_S
+from . import LONG_S, join, processes
 
 AZURITE_VERSION = "3.35.0"
 
@@ -215,13 +215,7 @@ def npm_package(name: str, version: str) -> Path:
     # Another test run may install at the same time: the folder appears whole, and the first one stays.
     with tempfile.TemporaryDirectory(dir=sys.prefix, prefix=f".{name}-") as building:
         options = ["--no-audit", "--no-fund", "--no-update-notifier", "--prefix", building]
-        done = subprocess.run(
-            [npm, "install", *options, f"{name}@{version}"],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        done = processes.run([npm, "install", *options, f"{name}@{version}"], timeout_s=600)
         if done.returncode != 0:
             missing(f"npm could not install {name}: {done.stderr[-500:]}")
         with suppress(OSError):
@@ -247,19 +241,14 @@ def _running(
             chosen.append(port)
     log = folder / "server.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        process = processes.start(
             command(chosen), env={**os.environ, **environment}, cwd=folder, stdin=subprocess.DEVNULL,
             stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
         yield process, chosen, log
     finally:
-        process.terminate()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        processes.stop(process)
 
 
 def _await_ready(server: Server, is_ready: Callable[[], bool]) -> None:
@@ -452,7 +441,7 @@ def proxied(server: Server) -> Iterator[Proxy]:
     finally:
         proxy.http.shutdown()
         proxy.http.server_close()
-        thread.join()
+        join(thread)
 
 
 Answering = Callable[[str, Any, Mapping[str, str]], tuple[int, Any]]
@@ -490,4 +479,4 @@ def json_server(answer: Answering) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        join(thread)

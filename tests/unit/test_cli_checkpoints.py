@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import LONG_S
+from support import LONG_S, processes
 from support.helpers import changed, safetensors_bytes, state, write_sharded
 
 import deltasync
@@ -141,7 +141,7 @@ def test_control_characters_in_names_are_escaped(tmp_path: Path, capsys: Out) ->
 def test_an_ascii_terminal(place: Path) -> None:
     run("diff", "old", "new", "-o", "d")
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([*PYTHON, "inspect", "d"], capture_output=True, text=True, check=False, env=ascii_only)
+    done = processes.run([*PYTHON, "inspect", "d"], env=ascii_only)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -472,15 +472,15 @@ def test_size_text(nbytes: int, text: str) -> None:
 
 
 def test_the_program(place: Path) -> None:
-    done = subprocess.run([*PYTHON, "diff", "old", "new", "-o", "d"], capture_output=True, text=True, check=False)
+    done = processes.run([*PYTHON, "diff", "old", "new", "-o", "d"])
     assert (done.returncode, done.stderr) == (0, "")
-    done = subprocess.run([*PYTHON, "apply", "new", "d", "-o", "out"], capture_output=True, text=True, check=False)
+    done = processes.run([*PYTHON, "apply", "new", "d", "-o", "out"])
     assert done.returncode == 3
     assert deltasync.digest("old").hex in done.stderr
     assert deltasync.digest("new").hex in done.stderr
     assert done.stdout == ""
     assert not (place / "out").exists()
-    assert subprocess.run([*PYTHON], capture_output=True, check=False).returncode == 2
+    assert processes.run([*PYTHON]).returncode == 2
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
@@ -488,9 +488,7 @@ def test_a_reader_that_leaves_early(place: Path, option: list[str]) -> None:
     run("diff", "old", "new", "-o", "d")
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(
-        [*PYTHON, "inspect", "d", *option], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
-    )
+    done = processes.run([*PYTHON, "inspect", "d", *option], stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -500,16 +498,16 @@ def test_output_that_cannot_be_written(place: Path, arguments: list[str]) -> Non
     """A reader that has gone, a full disk, a closed stdout: an exit code, and no traceback."""
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([*PYTHON, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    done = processes.run([*PYTHON, *arguments], stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*PYTHON, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = processes.run([*PYTHON, *arguments], stdout=full)
     assert done.returncode == 1
     assert done.stderr.startswith("error: No space left on device (")
     assert done.stderr.count("\n") == 1
     command = ["sh", "-c", '"$@" >&-', "sh", *PYTHON, *arguments]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    done = processes.run(command)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -524,8 +522,8 @@ def test_an_interrupt_leaves_nothing(place: Path) -> None:
         "from deltasync.cli.main import main\n"
         "sys.exit(main(['apply', 'old', 'd', '-o', 'out']))\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    with processes.running(
+        [sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "filling\n"
@@ -554,5 +552,5 @@ def test_an_interrupt_while_modules_are_imported(tmp_path: Path, module: str) ->
     (tmp_path / "run.py").write_text(f"{INTERRUPTER}\nfrom deltasync.__main__ import main\nsys.exit(main())\n")
     environment = {**os.environ, "INTERRUPT_AT": module}
     command = [sys.executable, str(tmp_path / "run.py"), "log", "nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = processes.run(command, env=environment)
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support import LONG_S
+from support import LONG_S, processes
 from support.feeds import paper, publish, publisher
 from support.helpers import changed, state, write_sharded
 from support.replicas import wait_until
@@ -671,7 +671,7 @@ def test_compact_refuses_levels_that_do_not_nest(place: Path, levels: str, code:
 
 def test_compact_follows_until_it_is_stopped(place: Path) -> None:
     command = [sys.executable, "-m", "deltasync", "compact", "feed", "--levels", "2", "--follow", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with processes.running(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         found = [json.loads(process.stdout.readline())["version"] for _ in range(2)]
         for checkpoint in ("c0", "c1"):
@@ -734,7 +734,7 @@ def test_prune_follows_a_feed(place: Path, capsys: Out) -> None:
     assert "add --yes" in capsys.readouterr().err
     options = ["--yes", "--follow", "--every-s", "0.1", "--json"]
     argv = [sys.executable, "-m", "deltasync", "prune", "feed", *KEEP_ONE, *options]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+    with processes.running(argv, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["floor"] == 3
         assert run("publish", "feed", "c5", "--anchor") == 0
@@ -784,7 +784,7 @@ def test_relay_refuses_a_feed_of_another_run(place: Path, capsys: Out) -> None:
 def test_relay_follows_and_goes_on_after_a_kill(place: Path, capsys: Out) -> None:
     argv = [sys.executable, "-m", "deltasync", "relay", "feed", "copy", "--follow", "--json", "--heartbeats"]
     for signal_number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 0)):
-        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        with processes.running(argv, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             if signal_number == signal.SIGKILL:
                 assert json.loads(process.stdout.readline())["kind"] == "anchor"
@@ -825,24 +825,20 @@ def ask(address: str, path: str, token: str | None = None) -> tuple[int, bytes]:
 def test_what_follows_a_feed_listens(place: Path, role: str, version: int) -> None:
     argv = [*FOLLOWS[role], "--follow", "--json", "--listen", "127.0.0.1:0", "--metrics"]
     command = [sys.executable, "-m", "deltasync", *argv]
-    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env={**os.environ, "DELTASYNC_TOKEN": "t"}, **pipes) as process:
-        try:
-            assert process.stderr is not None
-            address = json.loads(process.stderr.readline())["listening"].removeprefix("http://")
-            wait_until(lambda: ask(address, "/readyz")[0] == 200)
-            assert json.loads(ask(address, "/readyz")[1]) == {"ready": True, "version": version}
-            assert ask(address, "/status")[0] == ask(address, "/status", "wrong")[0] == 401
-            status = json.loads(ask(address, "/status", "t")[1])
-            assert (status["version"], status["not_ready"]) == (version, None)
-            text = ask(address, "/metrics")[1].decode()
-            found = {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples}
-            assert found[f"deltasync_{role}_version"] == version
-            assert found[f"deltasync_{role}_failing"] == 0
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(LONG_S) == 0
-        finally:
-            process.kill()
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with processes.running(command, env={**os.environ, "DELTASYNC_TOKEN": "t"}, **pipes) as process:
+        address = json.loads(process.stderr.readline())["listening"].removeprefix("http://")
+        wait_until(lambda: ask(address, "/readyz")[0] == 200)
+        assert json.loads(ask(address, "/readyz")[1]) == {"ready": True, "version": version}
+        assert ask(address, "/status")[0] == ask(address, "/status", "wrong")[0] == 401
+        status = json.loads(ask(address, "/status", "t")[1])
+        assert (status["version"], status["not_ready"]) == (version, None)
+        text = ask(address, "/metrics")[1].decode()
+        found = {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples}
+        assert found[f"deltasync_{role}_version"] == version
+        assert found[f"deltasync_{role}_failing"] == 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LONG_S) == 0
 
 
 @pytest.mark.parametrize("role", ["compactor", "relay"])

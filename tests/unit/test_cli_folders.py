@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import LONG_S
+from support import LONG_S, processes
 from support.helpers import changed, state, write_sharded
 
 import deltasync
@@ -103,7 +103,7 @@ def test_a_watch_goes_on_until_a_signal(place: Path) -> None:
         "0.1",
         "--json",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with processes.running(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert [json.loads(process.stdout.readline())["step"] for _ in range(3)] == [0, 1, 2]
         write_sharded(place / "step_10", changed(state(), seed=9))
@@ -116,15 +116,12 @@ def test_a_watch_goes_on_until_a_signal(place: Path) -> None:
 
 def test_a_watch_ends_where_another_one_publishes(place: Path) -> None:
     command = [sys.executable, "-m", "deltasync", "publish", "new", "--watch", "step_*", "--settle-s", "0.1"]
-    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with processes.running([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert [json.loads(process.stdout.readline())["step"] for _ in range(3)] == [0, 1, 2]
         deltasync.publish("new", "step_0")
         write_sharded(place / "step_10", changed(state(), seed=9))
-        try:
-            _, err = process.communicate(timeout=LONG_S)
-        finally:
-            process.kill()
+        _, err = process.communicate(timeout=LONG_S)
     assert process.returncode == 4
     assert "stop one of the two" in json.loads(err.splitlines()[-1])["error"]["hint"]
 
@@ -165,5 +162,5 @@ def test_a_command_that_follows_ends_when_its_output_has_no_space(place: Path, a
 def ended(argv: list[str], output: int) -> tuple[int, str]:
     """The exit code and the standard error of a command with this standard output."""
     command = [sys.executable, "-m", "deltasync", *argv]
-    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False, timeout=LONG_S)
+    done = processes.run(command, stdout=output)
     return done.returncode, done.stderr

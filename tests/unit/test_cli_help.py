@@ -6,11 +6,11 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import processes
 from support.helpers import state, write_sharded
 from support.servers import missing
 
@@ -159,7 +159,7 @@ def test_help_imports_little(argv: list[str]) -> None:
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "print(json.dumps(sorted(set(sys.modules) - before)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
+    done = processes.run([sys.executable, "-c", code, *argv], check=True)
     loaded = json.loads(done.stderr)
     heavy = {"numpy", "rich", "obstore", "shtab", "torch", "prometheus_client", "vllm"}
     assert heavy.isdisjoint(name.partition(".")[0] for name in loaded)
@@ -247,7 +247,7 @@ def test_the_feed_of_the_environment_in_a_process(tmp_path: Path) -> None:
     environment = {**os.environ, "DELTASYNC_FEED": str(tmp_path / "feed")}
     for arguments in (["publish", str(tmp_path / "c0")], ["show"]):
         command = [sys.executable, "-m", "deltasync", *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = processes.run(command, env=environment)
         assert done.returncode == 0, done.stderr
     assert f"digest\t{deltasync.digest(state())}" in done.stdout
 
@@ -272,7 +272,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("completion")
     for shell in ("bash", "zsh", "fish"):
         command = [sys.executable, "-m", "deltasync", "completion", shell]
-        (folder / shell).write_bytes(subprocess.run(command, capture_output=True, check=True).stdout)
+        (folder / shell).write_text(processes.run(command, check=True).stdout)
     return folder
 
 
@@ -293,7 +293,7 @@ def test_bash_completes(tmp_path: Path, scripts: Path, words: list[str], expecte
     (tmp_path / "ckpts").mkdir()
     (tmp_path / "ckpt.safetensors").touch()
     command = ["bash", "--norc", "-c", COMPLETE, "complete", str(scripts / "bash"), "deltasync", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = processes.run(command, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert {line.strip() for line in done.stdout.splitlines()} == expected
 
@@ -304,5 +304,5 @@ def test_the_scripts_are_valid(scripts: Path, shell: str, option: str) -> None:
     assert all(name in text for name in commands())
     if shutil.which(shell) is None:
         missing(f"{shell} is not installed")
-    done = subprocess.run([shell, option, str(scripts / shell)], capture_output=True, text=True, check=False)
+    done = processes.run([shell, option, str(scripts / shell)])
     assert (done.returncode, done.stderr) == (0, "")

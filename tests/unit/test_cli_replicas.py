@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import LONG_S
+from support import LONG_S, processes
 from support.helpers import changed, state, write_sharded
 from support.replicas import wait_until
 
@@ -171,12 +171,10 @@ def test_follow_usage(place: Path, arguments: list[str]) -> None:
 def process(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """The command as a process, which is ended in any case."""
     command = [sys.executable, "-m", "deltasync", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env={**os.environ, **environment}, **pipes) as started:  # type: ignore[call-overload]
-        try:
-            yield started
-        finally:
-            started.kill()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with processes.running(command, env={**os.environ, **environment}, **pipes) as started:
+        yield started
+        processes.kill(started)
 
 
 def line(started: subprocess.Popen[str]) -> Any:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import LONG_S
+from support import LONG_S, processes
 from support.helpers import changed, state, write_sharded
 
 import deltasync
@@ -250,7 +249,7 @@ def test_a_process_in_a_terminal(place: Path) -> None:
     """The same through the real program, with progress on the same terminal."""
     with terminal(80) as (theirs, finish):
         command = [sys.executable, "-m", "deltasync", "log", "big"]
-        done = subprocess.run(command, stdout=theirs, stderr=theirs, check=False)
+        done = processes.run(command, stdout=theirs, stderr=theirs)
         text = finish()
     assert done.returncode == 0
     assert "\x1b[1mversion" in text, "the header is bold"

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from support import processes
 from support.helpers import few_frames
 
 from deltasync import files
@@ -182,16 +183,13 @@ def test_a_temporary_folder_of_a_killed_process_is_removed_by_the_next(tmp_path:
     foreign[0].mkdir()
     (foreign[0] / "precious").touch()
     foreign[1].symlink_to(".out.0123456789ab.tmp")
-    with subprocess.Popen([sys.executable, "-c", _WRITER, out], stdout=subprocess.PIPE, text=True) as writer:
-        try:
-            assert writer.stdout is not None
-            left = Path(writer.stdout.readline().strip())
-            with files.temporary_folder_beside(out) as ours:
-                assert left.is_dir(), "it is in use"
-                assert ours.is_dir()
-            assert not ours.exists()
-        finally:
-            writer.kill()
+    with processes.running([sys.executable, "-c", _WRITER, out], stdout=subprocess.PIPE) as writer:
+        left = Path(writer.stdout.readline().strip())
+        with files.temporary_folder_beside(out) as ours:
+            assert left.is_dir(), "it is in use"
+            assert ours.is_dir()
+        assert not ours.exists()
+        processes.kill(writer)
     assert (left / "large").exists()
     with files.temporary_folder_beside(out) as ours:
         assert not left.exists()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
+from support import LONG_S
 from support.helpers import State, changed, safetensors_bytes, same_bits, state, write_sharded
 
 import deltasync
@@ -62,7 +63,7 @@ def write_delta(
 def import_all(importer: Importer) -> list[int]:
     versions = []
     while (publication := importer.advance()) is not None:
-        versions.append(publication.wait().version)
+        versions.append(publication.wait(LONG_S).version)
     return versions
 
 
@@ -289,7 +290,7 @@ def test_a_folder_is_refused_before_anything_is_published(tmp_path: Path, case: 
     damaged = write_delta(run, 2, steps[2], steps[3])
     damage(damaged)
     with Importer(run, store, base=tmp_path / "base") as importer:
-        assert [importer.advance().wait().version for _ in range(2)] == [0, 1]  # type: ignore[union-attr]
+        assert [importer.advance().wait(LONG_S).version for _ in range(2)] == [0, 1]  # type: ignore[union-attr]
         objects = {item.key for item in store.list("")}
         with pytest.raises(kind) as error:
             importer.advance()

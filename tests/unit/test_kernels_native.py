@@ -1,12 +1,11 @@
 """The binding of the native kernels: what it holds, what it refuses, and the constants that both sides share."""
 
-import subprocess
 import sys
 import weakref
 
 import numpy as np
 import pytest
-from support import LONG_S
+from support import processes
 
 native = pytest.importorskip("deltasync.kernels.native", exc_type=ImportError)
 
@@ -111,7 +110,7 @@ def test_kernels_with_other_constants_do_not_load() -> None:
     program = (
         "from deltasync.kernels import _native, available; _native.CONSTANTS['classes_max'] = 15; print(available())"
     )
-    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, timeout=LONG_S, check=False)
+    done = processes.run([sys.executable, "-c", program])
     assert done.returncode != 0
     assert "classes_max is 15 and must be 16" in done.stderr
     assert "Reinstall deltasync" in done.stderr

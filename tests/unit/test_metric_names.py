@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from support import LONG_S
+from support import LONG_S, processes
 from support.feeds import SpyStore, nth, publish, publisher
 from support.replicas import TorchTarget, follower, wait_until
 from support.servers import missing
@@ -99,7 +98,7 @@ def promtool() -> str:
 
 def test_promtool_finds_nothing_wrong(promtool: str, scrape: str) -> None:
     for command, text in ((["check", "metrics"], scrape), (["check", "rules", str(ALERTS)], "")):
-        done = subprocess.run([promtool, *command], input=text, capture_output=True, text=True, check=False)
+        done = processes.run([promtool, *command], input=text)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -157,7 +156,7 @@ def test_alerts_of_a_replica(promtool: str, situation: str, tmp_path: Path) -> N
     }
     file = tmp_path / "test.yml"
     file.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "tests": [case]}))
-    done = subprocess.run([promtool, "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    done = processes.run([promtool, "test", "rules", str(file)])
     assert done.returncode == 0, done.stdout + done.stderr
 
 

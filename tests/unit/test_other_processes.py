@@ -29,9 +29,9 @@ OPTIONS = PublisherOptions(anchors=NEVER)
 
 USES: dict[str, tuple[Callable[[Path], ProcessBound], Callable[[Any], object]]] = {
     "publish": (lambda feed: Publisher(feed, options=OPTIONS), lambda p: p.publish(WEIGHTS)),
-    "publisher wait": (lambda feed: Publisher(feed, options=OPTIONS), lambda p: p.wait()),
+    "publisher wait": (lambda feed: Publisher(feed, options=OPTIONS), lambda p: p.wait(LONG_S)),
     "sharded publish": (lambda feed: ShardedPublisher(feed, options=OPTIONS), lambda p: p.publish(WEIGHTS)),
-    "sharded wait": (lambda feed: ShardedPublisher(feed, options=OPTIONS), lambda p: p.wait()),
+    "sharded wait": (lambda feed: ShardedPublisher(feed, options=OPTIONS), lambda p: p.wait(LONG_S)),
 } | {
     name: (lambda feed: Follower(feed, ModuleTarget(WEIGHTS)), use)
     for name, use in {

@@ -4,7 +4,6 @@ import importlib.metadata
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from html.parser import HTMLParser
@@ -15,6 +14,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from readme_renderer import markdown
+from support import processes
 from trove_classifiers import classifiers
 
 import deltasync
@@ -104,7 +104,7 @@ def rendered(text: str) -> Links:
 def page() -> Links:
     """The long description as an index shows it. An installed package that is older than the README has another one."""
     command = [sys.executable, "-m", "hatch_fancy_pypi_readme"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = processes.run(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return rendered(done.stdout)
 
@@ -207,7 +207,7 @@ def tree(tmp_path: Path) -> Path:
 
 def check(tree: Path, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, tree / ".ci" / "check_release.py", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = processes.run(command)
     return done.returncode, done.stderr
 
 
@@ -251,6 +251,6 @@ def test_the_check_reads_this_tree() -> None:
 )
 def test_windows_is_refused_at_import(code: str) -> None:
     command = [sys.executable, "-c", f"import sys; sys.platform = 'win32'; {code}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = processes.run(command)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ImportError: deltasync does not run on Windows")

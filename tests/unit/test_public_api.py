@@ -9,7 +9,6 @@ import inspect
 import json
 import pkgutil
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -17,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from support import LONG_S, processes
 
 import deltasync
 from deltasync import errors
@@ -147,7 +147,7 @@ def test_one_spelling_of_the_project_in_names() -> None:
 
 
 def test_import_needs_no_torch_and_few_modules() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    done = processes.run([sys.executable, "-c", WITHOUT_TORCH])
     assert done.returncode == 0, done.stderr
     modules = json.loads(done.stdout)
     heavy = {"obstore", "huggingface_hub", "torch", "rich", "safetensors", "ml_dtypes"}
@@ -161,7 +161,7 @@ def test_import_needs_no_torch_and_few_modules() -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["status", "--help"], ["serve", "--help"]], ids=" ".join)
 def test_the_command_line_needs_no_torch(arguments: list[str]) -> None:
     code = "import sys; sys.modules['torch'] = None\nfrom deltasync.cli.main import main\nmain(sys.argv[1:])"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    done = processes.run([sys.executable, "-c", code, *arguments])
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
 
@@ -176,7 +176,7 @@ def test_a_client_program_passes_mypy_strict(tmp_path: Path) -> None:
     config = tmp_path / "mypy.ini"
     config.write_text("[mypy]\nstrict = True\nfollow_imports = silent\n")
     command = [sys.executable, "-m", "mypy", "--config-file", config, "--cache-dir", tmp_path / "cache", CLIENT]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = processes.run(command, cwd=tmp_path, timeout_s=2 * LONG_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

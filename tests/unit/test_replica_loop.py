@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import LONG_S
+from support import LONG_S, join
 from support.feeds import Feed
 from support.helpers import state
 from support.replicas import (
@@ -644,7 +644,7 @@ def test_a_heartbeat_has_the_digest_of_its_version() -> None:
 
         store.meanwhile = advance
         replica._beat()
-        other.join()
+        join(other)
     assert 1 in dict(written)
     assert all(digest in (None, digests[version]) for version, digest in written if version is not None)
 

@@ -2,13 +2,13 @@
 
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support import processes
 
 from deltasync.errors import InvalidInputError
 from deltasync.files import locked
@@ -50,14 +50,11 @@ def test_in_shared_memory_by_default() -> None:
 
 
 def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", _HOLDER, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None
-            held = Path(holder.stdout.readline().strip())
-            with memory_folder(tmp_path) as ours:
-                assert folders(tmp_path) == {held, ours}
-        finally:
-            holder.send_signal(signal.SIGKILL)
+    with processes.running([sys.executable, "-c", _HOLDER, tmp_path], stdout=subprocess.PIPE) as holder:
+        held = Path(holder.stdout.readline().strip())
+        with memory_folder(tmp_path) as ours:
+            assert folders(tmp_path) == {held, ours}
+        processes.kill(holder)
     assert folders(tmp_path) == {held}
     with memory_folder(tmp_path) as ours:
         assert folders(tmp_path) == {ours}

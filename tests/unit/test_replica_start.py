@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from support import LONG_S
+from support import LONG_S, join
 from support.feeds import Feed
 from support.replicas import TorchTarget, follower, long_feed, quick, small_step, target_for, wait_until
 
@@ -91,7 +91,7 @@ def test_stop_wakes_a_waiting_thread() -> None:
     timer.start()
     with pytest.raises(StoreError, match="was stopped"):
         replica.wait_live(LONG_S)
-    timer.join()
+    join(timer)
     replica.close()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from sglang_stand_in import RELEASE, TABLE, SglangStandIn, sglang_server
+from support import join
 from support.helpers import changed, state, write_sharded
 
 import deltasync
@@ -142,7 +143,7 @@ def test_an_answer_that_is_not_http_is_a_failure_of_the_server(tmp_path: Path, f
         target = SglangTarget(tmp_path / "live", f"http://127.0.0.1:{listening.getsockname()[1]}")
         with Follower(feed, target) as follower, pytest.raises(EngineError, match="cannot be reached: nonsense"):
             follower.advance()
-        thread.join()
+        join(thread)
 
 
 def test_a_server_of_another_release_is_refused_before_anything_is_written(

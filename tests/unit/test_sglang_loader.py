@@ -9,6 +9,7 @@ import pytest
 import torch
 from served_model import Served, changed, odd, save, tensors
 from sglang_stand_in import SglangStandIn, sglang_server
+from support import LONG_S
 
 from deltasync import Follower
 from deltasync.cli import main as cli
@@ -47,13 +48,13 @@ class Run:
         server.facts["custom_weight_loader"] = [LOADER]
         self.feed = str(folder / "feed")
         self.publisher = Publisher(self.feed, options=PublisherOptions(wait=True, files={"config.json": b"{}"}))
-        self.publisher.publish(state).wait()
+        self.publisher.publish(state).wait(LONG_S)
         self.target = SglangTarget(folder / "live", server.url, only_changes=True)
         self.follower = Follower(self.feed, self.target)
 
     def step(self, seed: int) -> None:
         self.state = changed(self.state, seed)
-        self.publisher.publish(self.state).wait()
+        self.publisher.publish(self.state).wait(LONG_S)
 
     def advance(self) -> list[str]:
         """The routes that were called."""

@@ -1,11 +1,11 @@
 """The soak's own parts: what a seed determines, and what counts as growth."""
 
-import subprocess
 from itertools import pairwise
 
 import pytest
 from soak.processes import Life, MiB, Sample, grows
 from soak.schedule import JUMPING, KILLED, SPOILED, STOPPED, Step, schedule
+from support import processes
 
 UNDONE = {"kill": "start", "stop": "continue", "fill": "empty", "jump": "return", "spoil": "release"}
 
@@ -62,7 +62,7 @@ def test_growth_is_what_goes_on(values: list[float], expected: bool) -> None:
 
 
 def test_growth_before_a_process_is_ready_does_not_count() -> None:
-    with subprocess.Popen(["true"]) as process:
+    with processes.running(["true"]) as process:
         life = Life(process, log_begin=0)
     life.samples += [Sample(float(i), i * MiB, i) for i in range(100)]
     assert life.settled == []

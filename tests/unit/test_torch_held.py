@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import LONG_S
 
 from deltasync.errors import InvalidInputError
 from deltasync.torch import Publisher
@@ -15,7 +16,7 @@ from deltasync.torch.held import HeldVersion
 def publish(feed: Path, *seeds: int) -> None:
     with Publisher(feed) as publisher:
         for seed in seeds:
-            publisher.publish(state(seed)).wait()
+            publisher.publish(state(seed)).wait(LONG_S)
 
 
 def state(seed: int) -> dict[str, torch.Tensor]:

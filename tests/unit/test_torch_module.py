@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import LONG_S
 from support.feeds import Feed
 from support.helpers import changed, state
 from support.replicas import TORCH_TYPES, follower
@@ -155,7 +156,7 @@ def test_only_the_commit_is_held() -> None:
 
     class Hold:
         def __enter__(self) -> None:
-            lock.acquire()
+            assert lock.acquire(timeout=LONG_S)
             held.append(target.version)
 
         def __exit__(self, *error: object) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support import LONG_S
+from support import LONG_S, join
 from support.feeds import NEVER
 from support.helpers import BF16, changed
 from torch.distributed.device_mesh import init_device_mesh
@@ -244,10 +244,10 @@ class Seat:
     def agree(self, about: str, mine: T, decide: Callable[[Sequence[T]], R]) -> R:
         table = self._table
         table._given[self._rank] = mine
-        table._meet.wait()
+        table._meet.wait(LONG_S)
         if self._rank == 0:
             table._result = decide(table._given)
-        table._meet.wait()
+        table._meet.wait(LONG_S)
         result: R = table._result
         return result
 
@@ -266,7 +266,7 @@ def together(size: int, act: Callable[[int], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        join(thread)
     if errors:
         raise errors[0]
 

@@ -1,13 +1,12 @@
 """Scripts that end without closing their publisher: real child processes, and what is in the feed afterwards."""
 
-import subprocess
 import sys
 import textwrap
 import warnings
 from pathlib import Path
 
 import pytest
-from support import LONG_S
+from support import LONG_S, processes
 from support.feeds import begun, publish, require_steps
 
 from deltasync.parallel import Pool
@@ -57,7 +56,7 @@ def run(folder: Path, script: str, *, exit_s: float = 60.0, python: tuple[str, .
     """The exit status and what is on stdout and stderr of a script, after the start that all of them have."""
     start = SCRIPT.format(tests=str(Path(__file__).parents[1]), feed=str(folder), exit_s=exit_s)
     command = [sys.executable, *python, "-c", start + textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S)
+    done = processes.run(command)
     return done.returncode, done.stdout, done.stderr
 
 

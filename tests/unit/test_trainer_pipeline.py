@@ -42,9 +42,9 @@ def test_a_publication_that_is_overtaken_becomes_part_of_the_next(coming: list[i
     gate.open()
     to.close()
     manifests = require_steps(store, {0: 0, 1: 1, 2: coming[-1]})
-    assert first.wait() == manifests[1]
+    assert first.wait(LONG_S) == manifests[1]
     for publication in others:
-        assert publication.wait() == manifests[2]
+        assert publication.wait(LONG_S) == manifests[2]
         assert publication.version == 2
         assert publication.stats.coalesced == len(coming) - 1
     assert notes.versions == [0, 1, 2]
@@ -406,13 +406,13 @@ def test_errors_at_every_fifth_operation_lose_nothing(seed: int, wait: bool) -> 
     publications = [publish(to, number) for number in range(40)]
     to.close()
     assert sum(1 for operation in store.operations if faults(operation) is not None) > (20 if wait else 3)
-    steps = {publication.wait().version: publication.wait().step for publication in publications}
+    steps = {publication.wait(LONG_S).version: publication.wait(LONG_S).step for publication in publications}
     assert list(steps.values())[-1] == 39
     assert not wait or len(steps) == 40
     store._plan = never
     require_steps(store, steps)
     for number, publication in enumerate(publications):
-        assert publication.wait().step >= number
+        assert publication.wait(LONG_S).step >= number
 
 
 class LateCommit(MemoryStore):
@@ -444,9 +444,9 @@ def test_a_commit_that_arrives_late_is_not_taken_for_a_later_attempt(
     """The shadow would advance to weights that the version does not have. `late` is the step of that commit."""
     store = LateCommit()
     to = publisher(store, retry_s=0.0)
-    publish(to, 0).wait()
+    publish(to, 0).wait(LONG_S)
     with pytest.raises(StoreError, match="no answer"):
-        publish(to, late).wait()
+        publish(to, late).wait(LONG_S)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise StoreError("refused", transient=True)
@@ -456,13 +456,13 @@ def test_a_commit_that_arrives_late_is_not_taken_for_a_later_attempt(
         if not is_encoded:
             patch.setattr(VersionWriter, "delta", refuse)
         with pytest.raises(StoreError, match="refused"):
-            publish(to, 2).wait()
+            publish(to, 2).wait(LONG_S)
     assert store.create(*store.delayed[0])
     with pytest.raises(ConflictError, match="was committed by"):
-        publish(to, 3).wait()
+        publish(to, 3).wait(LONG_S)
     to.close()
     again = publisher(store)
-    publish(again, 4).wait()
+    publish(again, 4).wait(LONG_S)
     again.close()
     require_steps(store, {0: 0, 1: late, 2: 4})
 

@@ -48,7 +48,7 @@ def go_on(store: FaultyStore, *steps: int, **options: Any) -> None:
     publications = [publish(to, step) for step in steps]
     to.close()
     for publication in publications:
-        publication.wait()
+        publication.wait(LONG_S)
 
 
 def test_resumes_from_the_feed() -> None:

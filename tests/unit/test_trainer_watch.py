@@ -29,7 +29,7 @@ def advance(watch: CheckpointWatch, clock: Clock) -> int | None:
     if publication is None:
         clock.now_s += SETTLE_S
         publication = watch.advance()
-    return None if publication is None else publication.wait().step
+    return None if publication is None else publication.wait(LONG_S).step
 
 
 def steps(count: int) -> list[State]:

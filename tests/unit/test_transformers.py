@@ -2,7 +2,6 @@
 
 import copy
 import json
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
+from support import processes
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
@@ -388,7 +388,7 @@ def test_wrong_options_are_found_at_once(options: dict[str, Any], error: type[Ex
 
 def test_a_machine_without_peft_imports_the_callback() -> None:
     code = "import sys; sys.modules['peft'] = None\nimport deltasync.transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = processes.run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
 
 

@@ -10,12 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import LONG_S
+from support import LONG_S, join, processes
 from support.feeds import Feed
 from support.replicas import wait_until
 
@@ -114,7 +114,7 @@ def test_with_a_token_data_needs_it_and_files_do_not() -> None:
             ("/api/versions/1", {}, 401),
             ("/api/feed", {"Authorization": "Bearer secret"}, 200),
         ):
-            connection = http.client.HTTPConnection(address)
+            connection = http.client.HTTPConnection(address, timeout=LONG_S)
             connection.request("GET", path, headers=headers)
             response = connection.getresponse()
             assert response.status == wanted, path
@@ -189,7 +189,7 @@ def test_the_feed_is_read_only_while_someone_looks(monkeypatch: pytest.MonkeyPat
         def wait(self, timeout: float | None = None) -> bool:
             assert timeout is None
             reads_at_wait.append(reads)
-            return super().wait()
+            return super().wait(LONG_S)
 
     monkeypatch.setattr(shown, "refresh", counting)
     monkeypatch.setattr(shown, "_asked", Asked())
@@ -201,7 +201,7 @@ def test_the_feed_is_read_only_while_someone_looks(monkeypatch: pytest.MonkeyPat
             get(shown, "/api/feed")
     finally:
         shown.stop()
-        thread.join()
+        join(thread)
     assert reads_at_wait[:3] == [1, 2, 3]
 
 
@@ -282,16 +282,10 @@ def test_watch_fits_the_terminal(place: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "\x1b" not in text
 
 
-def started(*argv: str, cwd: Path) -> "subprocess.Popen[str]":
+def started(*argv: str, cwd: Path) -> "AbstractContextManager[subprocess.Popen[str]]":
     environment = {name: value for name, value in os.environ.items() if name != "DELTASYNC_TOKEN"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "deltasync", *argv],
-        cwd=cwd,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return processes.running([sys.executable, "-m", "deltasync", *argv], cwd=cwd, env=environment, **pipes)
 
 
 def test_watch_prints_what_changes_until_a_signal(place: Path) -> None:
@@ -307,7 +301,7 @@ def test_ui_serves_until_a_signal(place: Path) -> None:
     with started("ui", "feed", "--listen", "127.0.0.1:0", "--json", cwd=place) as process:
         assert process.stderr is not None
         url = json.loads(process.stderr.readline())["listening"]
-        connection = http.client.HTTPConnection(url.removeprefix("http://"))
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=LONG_S)
         connection.request("GET", "/")
         assert b"deltasync" in connection.getresponse().read()
         connection.close()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from support import LONG_S
 from support.replicas import follower
 
 from deltasync.errors import EngineError, MismatchError
@@ -43,7 +44,7 @@ def publish(feed: Path, *states: dict[str, torch.Tensor], files: dict[str, bytes
     options = PublisherOptions(files={CONFIG_NAME: CONFIG} if files is None else files)
     with Publisher(str(feed), options=options) as publisher:
         for tensors in states:
-            publisher.publish(tensors).wait()
+            publisher.publish(tensors).wait(LONG_S)
 
 
 def new_follower(feed: Path, folder: Path, engine: Vllm) -> tuple[Follower, AdapterTarget]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
+from support import join
 
 from deltasync.errors import InvalidInputError
 from deltasync.vllm import admission
@@ -55,7 +56,7 @@ class Server:
         try:
             yield
         finally:
-            thread.join()
+            join(thread)
 
     def post(self, path: str = "/v1/completions", **headers: str) -> Any:
         return self.http.post(path, headers={f"x-deltasync-{k.replace('_', '-')}": v for k, v in headers.items()})

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import LONG_S
+from support import LONG_S, processes
 from support.feeds import Feed
 from support.helpers import state, write_sharded
 from support.replicas import wait_until
@@ -189,7 +189,7 @@ def test_the_mirror_is_being_filled_before_the_server_starts(place: Path) -> Non
     """So that its workers wait for that, and nothing writes to the mirror while they load from it."""
     publish()
     command = [sys.executable, "-c", KEEPING]
-    done = subprocess.run(command, env={**os.environ, **FEED}, capture_output=True, text=True, timeout=60, check=True)
+    done = processes.run(command, env={**os.environ, **FEED}, timeout_s=60, check=True)
     assert done.stdout in ("locked\n", "complete\n")
 
 
@@ -210,9 +210,7 @@ def served(place: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str]
     (package / "api_server.py").write_text(SERVER)
     command = [sys.executable, "-m", "deltasync", "serve", "--feed", "feed", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(place / "path"), "DELTASYNC_TOKEN": "t"}
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+    with processes.running(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         pid, given, mirror = json.loads(process.stdout.readline())
         assert pid == process.pid

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from support import LONG_S
+from support import LONG_S, join
 from support.feeds import Feed
 from support.replicas import TorchTarget, follower, quick, wait_until
 
@@ -78,7 +78,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     thread.start()
     yield found
     found.call_soon_threadsafe(found.stop)
-    thread.join()
+    join(thread)
     found.close()
 
 
@@ -182,7 +182,7 @@ def test_an_engine_that_does_not_answer(loop: asyncio.AbstractEventLoop, monkeyp
     with pytest.raises(EngineError, match="failed at 'pause': TimeoutError"):
         ServerEngine(client, loop, pause="keep", labels=Labels()).pause()
     # Nothing is left that would go on later.
-    waiting = asyncio.run_coroutine_threadsafe(_others(), loop).result()
+    waiting = asyncio.run_coroutine_threadsafe(_others(), loop).result(LONG_S)
     assert waiting == 0
 
 

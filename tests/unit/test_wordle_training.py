@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from demo.published import digest_of, published_copy
+from support import LONG_S
 from transformers import PreTrainedModel
 from wordle.game import GREEN, LETTERS, Wordle
 from wordle.rollouts import Rollouts, Spool
@@ -181,7 +182,7 @@ def test_a_model_from_the_feed_computes_the_same(tmp_path: Path) -> None:
     theirs.load_state_dict(published.state_dict())
     assert digest_of(published_copy(theirs)) == digest_of(published)
     with Publisher(tmp_path.as_posix(), dtype=torch.bfloat16) as publisher:
-        assert publisher.publish(ours).wait().digest.hex == digest_of(published)
+        assert publisher.publish(ours).wait(LONG_S).digest.hex == digest_of(published)
     ours.load_state_dict(published.state_dict())
     text = torch.zeros((1, TEXT), dtype=torch.int64)
     assert torch.equal(all_letter_log_probs(ours, text), all_letter_log_probs(theirs, text))

@@ -16,6 +16,7 @@ from deltasync.errors import EngineError, StoreError
 from deltasync.store import open_store
 
 _LOOK_S = 0.2
+_END_S = 60.0
 
 
 def main(port: str, bucket: str, orders: Orders) -> None:
@@ -30,17 +31,18 @@ def main(port: str, bucket: str, orders: Orders) -> None:
         f"-bucket={bucket}", f"-s3.port={port}", f"-s3.config={config}", "-s3.autoCreateBucket=false",
         "-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false", "-master.telemetry=false",
     ]  # fmt: skip
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr) as server:
-        try:
-            is_ready = False
-            while not orders.stopped.wait(_LOOK_S):
-                if server.poll() is not None:
-                    raise EngineError(f"SeaweedFS ended with {server.returncode}", hint="look at its log")
-                if not is_ready and _can_put(f"s3://{bucket}/ready"):
-                    is_ready = True
-                    send("ready")
-        finally:
-            server.terminate()
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    try:
+        is_ready = False
+        while not orders.stopped.wait(_LOOK_S):
+            if server.poll() is not None:
+                raise EngineError(f"SeaweedFS ended with {server.returncode}", hint="look at its log")
+            if not is_ready and _can_put(f"s3://{bucket}/ready"):
+                is_ready = True
+                send("ready")
+    finally:
+        server.terminate()
+        server.wait(_END_S)
 
 
 def _can_put(url: str) -> bool:

@@ -30,7 +30,7 @@ def child(ready: int) -> None:
 
     def run() -> None:
         os.write(ready, RUNNING)
-        stopped.wait()
+        stopped.wait(600)
 
     run_until_signal(run, stopped.set)
     os.write(ready, ENDED)

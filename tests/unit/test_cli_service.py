@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support import LONG_S, repeats
+from support import LONG_S, processes, repeats
 
 from deltasync.cli.service import calling_on_signal, run_until_signal
 
@@ -26,7 +25,7 @@ def kill(): os.kill(os.getpid(), {number})
 stopped = threading.Event()
 """
     command = [sys.executable, "-c", head + script]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=LONG_S)
+    done = processes.run(command)
     return done.returncode, done.stdout
 
 
@@ -108,7 +107,7 @@ def test_no_signal_is_lost() -> None:
     """At random moments from the first instruction on; in `make soak` 100,000 of them."""
     count = repeats(100, soak=100_000)
     command = [sys.executable, str(SIGNALS), "--count", str(count)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=LONG_S + count / 10)
+    done = processes.run(command, timeout_s=LONG_S + count / 10, check=True)
     counts = json.loads(done.stdout)
     assert counts.pop("signals") == count
     assert counts.pop("lost") == 0

@@ -1,16 +1,20 @@
 """Hugging Face Buckets: the real client against a stand-in of the Hub on loopback."""
 
+import os
 import random
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+from support import LONG_S
 from support.hub import PAGE_ENTRIES, Hub
 
 from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError, StoreError
@@ -384,3 +388,38 @@ def test_no_progress_bars_of_the_client(store: BucketStore, capfd: pytest.Captur
     store.get("big")
     assert capfd.readouterr() == ("", "")
     assert huggingface_hub.utils.are_progress_bars_disabled() == before
+
+
+UNWRITABLE = """
+import sys
+from deltasync.errors import StoreError
+from deltasync.store import open_store
+
+with open_store(sys.argv[1]) as store:
+    print(store.get_range("a", 0, 5))
+    for call in (lambda: store.put("b", b"new"), lambda: store.get("a")):
+        try:
+            call()
+        except StoreError as error:
+            print(error.transient, error.hint)
+"""
+
+
+@pytest.mark.parametrize("has_log", [False, True])
+def test_no_folder_for_the_client_to_write_to(store: BucketStore, standin: Hub, tmp_path: Path, has_log: bool) -> None:
+    # A folder that nobody can make, not even root: its parent is a file.
+    (tmp_path / "file").touch()
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "file" / "home")}
+    log = tmp_path / "log"
+    done = subprocess.run(
+        [sys.executable, "-c", UNWRITABLE, store.url],
+        env={**environment, "HF_XET_LOG_DEST": str(log)} if has_log else environment,
+        check=False,
+        timeout=LONG_S,
+        capture_output=True,
+        text=True,
+    )
+    refused = "False set HF_HOME to a writable folder"
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["b'first'", refused, refused]
+    assert log.exists() == has_log

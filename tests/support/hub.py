@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-import hf_xet
+if TYPE_CHECKING:
+    # Not at run time: it opens its log when it is imported, and how that is done is up to the code under test.
+    import hf_xet
 
 from . import join
 
@@ -119,10 +121,14 @@ class ContentStore:
         group = self._session.new_download_stream_group(
             endpoint=self.url, token=self.token, token_expiry_unix_secs=int(time.time()) + 3600
         )
+        import hf_xet
+
         return b"".join(group.download_stream(hf_xet.XetFileInfo(name, self.size(name)), begin, end))
 
     @cached_property
-    def _session(self) -> hf_xet.XetSession:
+    def _session(self) -> "hf_xet.XetSession":
+        import hf_xet
+
         return hf_xet.XetSession()
 
 

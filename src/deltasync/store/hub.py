@@ -6,13 +6,15 @@ here, and an operation that fails with `transient` has failed six times.
 """
 
 import errno
+import importlib
 import os
 import re
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -39,10 +41,13 @@ _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _BUCKET_ID = re.compile(rf"{_NAME}/{_NAME}", re.ASCII)
 _TRANSFER_STATUS = re.compile(r"HTTP status (?:client|server) error \(([0-9]{3})\b", re.ASCII)
 _TRANSFER_DISK_FULL = f"(os error {errno.ENOSPC})"
+_TRANSFER_NO_CACHE = tuple(f"(os error {n})" for n in (errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.EROFS))
 _URL_QUERY = re.compile(r"\?[^\s)'\"]+")
 _URL_USER = re.compile(r"//[^/\s@]+@")
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{6,}|(?<=Bearer )\S+", re.ASCII)
 _HIDDEN = "[hidden]"
+_LOG_DEST = "HF_XET_LOG_DEST"
+_importing = threading.Lock()
 _LATER = "the Hub or the network is failing, and the client has retried for a while already: retry later"
 
 
@@ -195,6 +200,8 @@ class BucketStore(Store):
             return permanent("the client is offline", "unset HF_HUB_OFFLINE")
         if getattr(error, "errno", None) == errno.ENOSPC or _TRANSFER_DISK_FULL in text:
             return permanent("the local disk is full", "free some space where TMPDIR and HF_HOME are, then retry")
+        if text.startswith("I/O error") and text.endswith(_TRANSFER_NO_CACHE):
+            return permanent(f"the client cannot write its cache: {text}", "set HF_HOME to a writable folder")
         if status == 401:
             return permanent("the token is missing or wrong (401)", "set HF_TOKEN, or log in with `hf auth login`")
         if status == 403:
@@ -217,8 +224,43 @@ def _api() -> "HfApi":
         raise StoreError(
             "hf:// needs the package huggingface_hub", transient=False, hint="pip install 'deltasync[hf]'"
         ) from error
+    _import_transfers()
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")
     return HfApi(endpoint=endpoint if endpoint else None, library_name="deltasync")
+
+
+def _import_transfers() -> None:
+    """Import the client's transfer library, which opens its log when it is imported.
+
+    Where it cannot write its log, it would log to standard output instead, between what we print there. Then its log is
+    dropped, unless HF_XET_LOG_DEST says where it goes.
+    """
+    from huggingface_hub import constants
+
+    with _importing:
+        if "hf_xet" in sys.modules:
+            return
+        drop = _LOG_DEST not in os.environ and not _can_write(Path(constants.HF_XET_CACHE, "logs"))
+        if drop:
+            os.environ[_LOG_DEST] = os.devnull
+        try:
+            # The client works without it where it is not installed.
+            with suppress(ImportError):
+                importlib.import_module("hf_xet")
+        finally:
+            if drop:
+                del os.environ[_LOG_DEST]
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether files can be created in the folder, which is made if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Only a file that is created tells: permissions do not stop root, and a file system may be read-only.
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
 
 
 def _status(error: Exception) -> int | None:

@@ -1,9 +1,13 @@
 """Endpoint, region and keys from the environment and the files of AWS; and what is said about them."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import LONG_S
 
 from deltasync.errors import InvalidInputError
 from deltasync.store.account import read_account
@@ -101,6 +105,40 @@ def test_files_are_found_in_the_home_folder(tmp_path: Path) -> None:
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws" / "credentials").write_text(CREDENTIALS)
     assert read_account("s3", {"HOME": str(tmp_path)}).config == {**ALWAYS, **KEYS}
+
+
+def test_there_is_no_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert read_account("s3", {"HOME": str(tmp_path / "none")}).config == ALWAYS
+    assert read_account("s3", {"HOME": str(tmp_path / "file")}).config == ALWAYS
+    # A container may run as a user that its system does not know.
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert read_account("s3", {}).config == ALWAYS
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
+def test_a_home_folder_of_another_user_has_no_files(tmp_path: Path) -> None:
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "credentials").write_text(CREDENTIALS)
+    tmp_path.chmod(0)
+    try:
+        assert read_account("s3", {"HOME": str(tmp_path)}).config == ALWAYS
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_files_are_utf_8_whatever_the_locale(files: dict[str, str]) -> None:
+    path = Path(files["AWS_SHARED_CREDENTIALS_FILE"])
+    path.write_text(f"# Schlüssel\n{CREDENTIALS}", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", "from deltasync.store.account import *; print(read_account('s3').config)"],
+        env={**os.environ, **files, "LC_ALL": "C", "PYTHONUTF8": "0"},
+        check=True,
+        timeout=LONG_S,
+        capture_output=True,
+    )
+    assert b"file-key" in done.stdout
 
 
 @pytest.mark.parametrize("content", [b"aws_secret_access_key = file-secret\n", b"[default\nfile-secret", b"\xff\xfe"])

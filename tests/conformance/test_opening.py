@@ -50,6 +50,16 @@ def test_plain_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize("path", ["~/a", "~no-such-user/a"])
+def test_no_home_to_find_a_path_in(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A container may run as a user that its system does not know.
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    with pytest.raises(InvalidInputError, match="there is no such home") as caught:
+        open_store(path)
+    assert caught.value.hint == "set HOME, or give the whole path"
+
+
 def test_memory_stores_have_names() -> None:
     first, same, other, anonymous = (open_store(f"memory://{name}") for name in ("test-x", "test-x", "test-y", ""))
     first.put("key", b"1")

@@ -31,7 +31,8 @@ def rooms() -> set[str]:
 
 def layers() -> list[set[str]]:
     """The layers of the import linter, from the top."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = settings["tool"]["importlinter"]["contracts"]
     (layered,) = (contract for contract in contracts if contract["type"] == "layers")
     return [set(re.split(r"\s*[|:]\s*", layer)) for layer in layered["layers"]]
 
@@ -46,7 +47,8 @@ def defines(name: str) -> bool:
         if not source.is_file():
             continue
         if module in NEEDS_ENGINE:
-            return all(re.search(rf"^\s*(class|def) {part}\b", source.read_text(), re.M) for part in parts[count:])
+            text = source.read_text(encoding="utf-8")
+            return all(re.search(rf"^\s*(class|def) {part}\b", text, re.M) for part in parts[count:])
         thing: object = importlib.import_module(module)
         for attribute in parts[count:]:
             if not hasattr(thing, attribute):
@@ -62,14 +64,14 @@ def without_code(text: str) -> str:
 
 def anchors(page: Path) -> set[str]:
     """The anchors of the headings of a page, as GitHub makes them."""
-    headings = re.findall(r"^#{1,6} (.*)", without_code(page.read_text()), re.M)
+    headings = re.findall(r"^#{1,6} (.*)", without_code(page.read_text(encoding="utf-8")), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     path = ROOT / page
-    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text())):
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text(encoding="utf-8"))):
         file, _, anchor = link.partition("#")
         if "://" not in link:
             found = path.parent / file if file else path
@@ -88,7 +90,7 @@ def public_names() -> dict[str, object]:
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_python_of_the_pages_names_what_exists(page: str) -> None:
     """Imports from deltasync, and the arguments in calls of public names, in blocks of code and inside of sentences."""
-    known, text = public_names(), (ROOT / page).read_text()
+    known, text = public_names(), (ROOT / page).read_text(encoding="utf-8")
     codes = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     for code in re.findall(r"`(?:deltasync\.)?(\w+\([^`]*\))`", without_code(text)):
         if code.partition("(")[0] in known:
@@ -104,7 +106,7 @@ def test_python_of_the_pages_names_what_exists(page: str) -> None:
 
 
 def test_every_function_that_the_walk_names_exists() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = sorted(set(re.findall(r"`(deltasync(?:\.\w+)+)`", text)))
     assert len(named) > 20
     missing = [name for name in named if not defines(name)]
@@ -117,13 +119,13 @@ def test_every_room_is_in_a_layer() -> None:
 
 
 def test_every_room_is_in_the_map() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     listed = {name.removesuffix(".py").rstrip("/") for name in re.findall(r"`src/deltasync/([\w.]+/?)`", text)}
     assert rooms() == listed, "put every room into the table of CONTRIBUTING.md, and only those"
 
 
 def test_the_walk_shows_the_layers_of_the_linter() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     shown = re.findall(r"^```\n((?:[a-z_| ]+\n)+)```", text, re.M)
     wanted = [layer for layer in layers() if layer != {"__main__"}]
     assert [set(line.split(" | ")) for line in shown[-1].splitlines()] == wanted

@@ -146,7 +146,7 @@ def _kernels() -> Check:
 def _memory() -> tuple[int, int] | None:
     """Bytes of memory, and those that are available; None where the system does not say."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
     fields = {line.partition(":")[0]: line.split()[1] for line in lines if len(line.split()) > 1}

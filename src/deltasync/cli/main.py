@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             # The caller has closed it. What would be printed is lost, but the command and its exit code are not.
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it stays open until the process ends
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - it stays open until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names with characters that the terminal's encoding lacks are printed escaped, as on stderr.
         sys.stdout.reconfigure(errors="backslashreplace")

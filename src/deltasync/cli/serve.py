@@ -80,7 +80,7 @@ def _require_usable(args: argparse.Namespace, environment: Mapping[str, str]) ->
 
 
 def _read_token(path: Path) -> str:
-    text = path.read_text().strip()
+    text = path.read_text(encoding="utf-8").strip()
     if not text:
         raise InvalidInputError(f"{path} is empty", hint="put a token into it, or leave --token-file out")
     return text

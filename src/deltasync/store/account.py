@@ -100,7 +100,8 @@ def _profile_name(environment: Mapping[str, str]) -> str:
 def _read_profile(environment: Mapping[str, str]) -> dict[str, str]:
     """The settings of the chosen profile; the credentials file takes precedence. Empty if there are no files."""
     name = _profile_name(environment)
-    home = Path(environment.get("HOME") or "~").expanduser() / ".aws"
+    # Unlike `Path.expanduser`, it leaves `~` in place for a user without a home: there are no files there.
+    home = Path(os.path.expanduser(environment.get("HOME") or "~"), ".aws")
     config = _read_ini(Path(environment.get("AWS_CONFIG_FILE") or home / "config"))
     credentials = _read_ini(Path(environment.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials"))
     section = "default" if name == "default" else f"profile {name}"
@@ -116,10 +117,12 @@ def _read_profile(environment: Mapping[str, str]) -> dict[str, str]:
 def _read_ini(path: Path) -> configparser.RawConfigParser:
     # No section inherits from `default`: for AWS it is a profile like any other.
     parser = configparser.RawConfigParser(default_section="", strict=False, allow_no_value=True)
+    place = os.path.expanduser(path)
+    # As in AWS's own tools, a file out of reach, in the home of another user, is not there. `Path.exists` would raise.
+    if not os.path.exists(place):
+        return parser
     try:
-        parser.read_string(path.expanduser().read_text())
-    except FileNotFoundError:
-        pass
+        parser.read_string(Path(place).read_text(encoding="utf-8"))
     except (configparser.Error, OSError, UnicodeDecodeError):
         # The parser's message quotes the line, which may hold a secret.
         raise InvalidInputError(f"{path} cannot be read", hint="fix it, or use environment variables") from None

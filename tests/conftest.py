@@ -1,7 +1,10 @@
 """What all tests have in common. Because of this file `support` is importable from each: its folder is on the path."""
 
+import codecs
 import faulthandler
+import locale
 import os
+import random
 import signal
 from collections.abc import Generator, Iterator
 
@@ -17,6 +20,16 @@ from deltasync.store import retry
 settings.register_profile("deltasync", deadline=None)
 settings.load_profile("deltasync")
 
+_FOR_TESTS = {"DELTASYNC_SOAK", "DELTASYNC_TEST_LONG_S", "DELTASYNC_VLLM_PYTHON"}
+for _name in list(os.environ):
+    # What the shell has for the commands, as a feed or a token, or for a distributed training. Not in a fixture: those
+    # with a wider scope start processes, too.
+    if (_name.startswith("DELTASYNC_") and _name not in _FOR_TESTS) or _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[_name]
+for _name in ("no_proxy", "NO_PROXY"):
+    # Servers of the tests are on this machine, and must not be asked for through a proxy.
+    os.environ[_name] = ",".join(filter(None, [os.environ.get(_name), "localhost,127.0.0.1,::1"]))
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with SIGINT ignored, and child processes inherit that. They do not inherit a
     # handler, so this one lets tests interrupt their children while the test run itself still ignores SIGINT.
@@ -27,8 +40,13 @@ _STDERR = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the real stderr, which is captured during a test."""
+    """Keep the real stderr, which is captured during a test. All files of the tests are in UTF-8."""
     config.stash[_STDERR] = os.dup(2)
+    # torch.compile reads its own files in the encoding of the locale, and so do many tests.
+    if codecs.lookup(locale.getpreferredencoding(False)).name != "utf-8":
+        raise pytest.UsageError(
+            "the tests read text in the encoding of the locale, which is not UTF-8: set PYTHONUTF8=1"
+        )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -71,13 +89,23 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.timeout(LONG_TEST_S if is_long else TEST_S))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in an order that depends on the seed")
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Start long tests first: one that starts last keeps a single core busy while the others wait for it.
 
     pytest-xdist cuts the list into one run of tests for each worker, and an idle worker steals from the end of another
     one's run. So every run begins with its share of the long tests, and goes on with the others in their usual order.
+
+    `--shuffle` mixes all of them instead, so that a test that needs another one to run before it fails.
     """
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        random.Random(seed).shuffle(items)
+        return
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     long = [item for item in items if item.get_closest_marker("long")]
     others = [item for item in items if not item.get_closest_marker("long")]
@@ -88,6 +116,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ordered += share + others[:room]
         del others[:room]
     items[:] = ordered + others
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        terminalreporter.write_line(f"The order was that of --shuffle {seed}.")
 
 
 @pytest.fixture(params=available())

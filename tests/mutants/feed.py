@@ -174,6 +174,22 @@ MUTANTS = (
         killers=("tests/conformance/test_account.py::test_s3",),
     ),
     Mutant(
+        name="client-logs-to-stdout",
+        harm="Where the Hub's client cannot write its log, it prints JSON between the lines of a command.",
+        path="src/deltasync/store/hub.py",
+        old="        ) from error\n    _import_transfers()\n",
+        new="        ) from error\n",
+        killers=("tests/conformance/test_hub.py::test_no_folder_for_the_client_to_write_to",),
+    ),
+    Mutant(
+        name="home-of-another-user",
+        harm="A service whose home is no folder cannot use S3, not even with keys in its environment.",
+        path="src/deltasync/store/account.py",
+        old="    if not os.path.exists(place):\n        return parser\n",
+        new="",
+        killers=("tests/conformance/test_account.py::test_there_is_no_home_folder",),
+    ),
+    Mutant(
         name="permanent-errors-retried",
         harm="A wrong key or a missing bucket is retried for minutes before the user hears of it.",
         path="src/deltasync/store/retry.py",

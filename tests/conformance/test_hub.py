@@ -3,7 +3,6 @@
 import os
 import random
 import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from support import LONG_S
+from support import processes
 from support.hub import PAGE_ENTRIES, Hub
 
 from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError, StoreError
@@ -411,13 +410,9 @@ def test_no_folder_for_the_client_to_write_to(store: BucketStore, standin: Hub, 
     (tmp_path / "file").touch()
     environment = {**os.environ, "HF_HOME": str(tmp_path / "file" / "home")}
     log = tmp_path / "log"
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", UNWRITABLE, store.url],
         env={**environment, "HF_XET_LOG_DEST": str(log)} if has_log else environment,
-        check=False,
-        timeout=LONG_S,
-        capture_output=True,
-        text=True,
     )
     refused = "False set HF_HOME to a writable folder"
     assert done.stderr == ""

@@ -213,7 +213,7 @@ def _caught(act: Callable[[], None], errors: list[BaseException]) -> None:
 def _rank(store: Store, old: Weights, new: Weights, seat: _Seat, ranks: int, costs: list[Costs]) -> None:
     """An anchor, which is not counted, and a delta, by one rank."""
     assert isinstance(store, CountingStore)
-    writer = Writer(store)
+    writer = Writer(store, retry_s=1.0)
     if seat.rank == 0:
         writer.open()
     boxes = []
@@ -222,7 +222,7 @@ def _rank(store: Store, old: Weights, new: Weights, seat: _Seat, ranks: int, cos
         spans[0] = chunk(spans[0], seat.rank, ranks)
         boxes.append(Box(spec.shape, tuple(spans)))
     shards = Shards(old.layout, boxes)
-    versions = VersionWriter(writer=writer, layout=old.layout, retry_s=1.0, shards=shards, group=seat)
+    versions = VersionWriter(writer=writer, layout=old.layout, shards=shards, group=seat)
 
     def local(weights: Weights) -> tuple[np.ndarray, ...]:
         """The rows of this rank."""

@@ -14,7 +14,7 @@ from pytest_timeout import Settings
 from support import LONG_S, LONG_TEST_S, TEST_S
 
 from deltasync.kernels import VARIABLE, available, kernels
-from deltasync.store import retry
+from deltasync.store import patient
 
 # A deadline is an assertion of wall-clock time, which fails on a busy machine.
 settings.register_profile("deltasync", deadline=None)
@@ -136,5 +136,5 @@ def every_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failing store is asked again at once."""
-    monkeypatch.setattr(retry, "_BACKOFF_FIRST_S", 0.001)
-    monkeypatch.setattr(retry, "_BACKOFF_MOST_S", 0.002)
+    monkeypatch.setattr(patient, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(patient, "LONGEST_PAUSE_S", 0.002)

@@ -17,7 +17,7 @@ from deltasync.replica import follower as follower_module
 from deltasync.replica import loop, mirror
 from deltasync.replica.folder import FolderTarget
 from deltasync.replica.follower import Follower
-from deltasync.store import retry
+from deltasync.store import patient
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, Operation, at, at_random
 from deltasync.trainer import version as anchors
@@ -27,8 +27,8 @@ from deltasync.trainer import version as anchors
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anchors, "SHARD_ELEMENTS", 1)
     monkeypatch.setattr(follower_module, "_PATIENCE_S", 0.01)
-    for name in ("_BACKOFF_FIRST_S", "_BACKOFF_MOST_S"):
-        monkeypatch.setattr(retry, name, 0.001)
+    for name in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
+        monkeypatch.setattr(patient, name, 0.001)
     for name in ("_POLL_FIRST_S", "_POLL_MOST_S", "_OUTAGE_MOST_S"):
         monkeypatch.setattr(loop, name, 0.001)
 

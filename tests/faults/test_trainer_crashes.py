@@ -12,7 +12,7 @@ from support.helpers import write_sharded
 from deltasync.errors import StoreError
 from deltasync.feed.log import Log
 from deltasync.format.manifest import BaseRef
-from deltasync.store import retry
+from deltasync.store import patient
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
@@ -23,7 +23,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "_BACKOFF_FIRST_S", 0.001)
+    monkeypatch.setattr(patient, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(anchors, "SHARD_ELEMENTS", 1000)
     # A delta has several payloads.
     monkeypatch.setattr(anchors, "DELTA_BYTES_LEAST", 1)

@@ -32,9 +32,10 @@ from support.helpers import State
 from deltasync.errors import ConflictError, StoreError
 from deltasync.feed.log import Log
 from deltasync.feed.prune import Retention, plan_prune, prune
-from deltasync.feed.writer import LEASE_S, Lease, Writer
+from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.sealed import LeaseRecord
+from deltasync.store.leased import LEASE_S, LeasedStore
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store
@@ -278,7 +279,7 @@ class Clock:
 
 def test_a_lease_is_taken_renewed_and_released() -> None:
     store, clock = FaultyStore(UnfencedStore()), Clock()
-    ours, theirs = Lease(store, "ours", clock=clock), Lease(store, "theirs", clock=clock)
+    ours, theirs = LeasedStore(store, "ours", clock=clock), LeasedStore(store, "theirs", clock=clock)
 
     def puts() -> int:
         return sum(op.verb == "put" for op in store.operations)
@@ -305,7 +306,7 @@ def test_a_lease_is_taken_renewed_and_released() -> None:
 
 def test_a_lease_runs_out() -> None:
     store, clock = UnfencedStore(), Clock()
-    dead, ours = Lease(store, "dead", clock=clock), Lease(store, "ours", clock=clock)
+    dead, ours = LeasedStore(store, "dead", clock=clock), LeasedStore(store, "ours", clock=clock)
     dead.take()
     clock.now_s += LEASE_S + 1
     ours.take()
@@ -317,9 +318,9 @@ def test_a_lease_runs_out() -> None:
 
 def test_a_lease_that_two_take_at_the_same_moment() -> None:
     store, clock = UnfencedStore(), Clock()
-    theirs = Lease(store, "theirs", clock=clock)
+    theirs = LeasedStore(store, "theirs", clock=clock)
     # Theirs has looked before ours writes, and writes right after it.
     overtaken = Overtaken(store, 3, lambda: store.put(keys.LEASE, LeaseRecord("theirs", 2_000_000).to_bytes()))
     with pytest.raises(ConflictError, match="at the same time"):
-        Lease(overtaken, "ours", clock=clock).take()
+        LeasedStore(overtaken, "ours", clock=clock).take()
     theirs.take()

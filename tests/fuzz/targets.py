@@ -27,7 +27,6 @@ from deltasync.feed.log import Log
 from deltasync.feed.prune import Retention, plan_prune
 from deltasync.feed.replay import load
 from deltasync.feed.verify import verify
-from deltasync.feed.writer import LeaseRecord
 from deltasync.format import keys, limits
 from deltasync.format.companions import read_files, write_files
 from deltasync.format.digest import StateDigest
@@ -36,7 +35,7 @@ from deltasync.format.layout import Layout
 from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
 from deltasync.format.payload import PayloadHeader, write_payload
 from deltasync.format.safetensors import parse_header
-from deltasync.format.sealed import FORMAT, FeedRecord, FloorRecord, Heartbeat, Pin, sealed
+from deltasync.format.sealed import FORMAT, FeedRecord, FloorRecord, Heartbeat, LeaseRecord, Pin, sealed
 from deltasync.format.weights import Region, Weights
 from deltasync.interop.folder import Encoding, decode_folder, layout_deltas, open_folder
 from deltasync.interop.folder import write_files as write_delta

@@ -57,8 +57,8 @@ MUTANTS = (
         name="publisher-reads-the-clock-late",
         harm="A publisher that sleeps for two days between put and commit names payloads that `prune` has deleted.",
         path="src/deltasync/trainer/version.py",
-        old="        return replace(put(retry, resume_s), put_unix_s=put_unix_s)\n",
-        new="        return replace(put(retry, resume_s), put_unix_s=self.writer.clock())\n",
+        old="        return replace(put(resume_s), put_unix_s=put_unix_s)\n",
+        new="        return replace(put(resume_s), put_unix_s=self.writer.clock())\n",
         killers=("tests/unit/test_sleeping_processes.py::test_a_publisher_that_sleeps_while_a_pruner_runs",),
     ),
     Mutant(

@@ -202,7 +202,7 @@ class ShardedTrainer(Actor):
     def _open(self, job: _Job, rank: int, store: ProcessStore, held: ExitStack) -> tuple[Pipeline, Ranks, Shards]:
         config = self.world.config
         ranks, anchor_ranks = SimRanks(job.versions, rank, self._ranks), SimRanks(job.anchors, rank, self._ranks)
-        writer = Writer(store)
+        writer = Writer(store, retry_s=config.retry_s)
         with ranks.report_errors():
             shards = Shards(LAYOUT, [_box(spec.shape, rank, self._ranks) for spec in LAYOUT.tensors])
             path = self._shadow_file(rank)
@@ -215,9 +215,9 @@ class ShardedTrainer(Actor):
         shadow = Shadow(ShardWeights(shards.local, room.arrays, shards), state.head)
         if state.head is not None:
             resume(ranks, store, state.head, shadow.weights, shards, folder=self._folder)
-        versions = VersionWriter(writer=writer, layout=LAYOUT, retry_s=config.retry_s, shards=shards, group=ranks)
+        versions = VersionWriter(writer=writer, layout=LAYOUT, shards=shards, group=ranks)
         policy = AnchorPolicy(bytes_ratio=None, versions=config.anchor_versions)
-        anchors = Anchors(replace(versions, group=anchor_ranks), shadow, policy, backlog=state.backlog)
+        anchors = Anchors(replace(versions.beside(), group=anchor_ranks), shadow, policy, backlog=state.backlog)
         held.callback(writer.close)
         return Pipeline(versions, shadow, anchors), ranks, shards
 

@@ -17,7 +17,7 @@ from deltasync.replica import loop
 from deltasync.replica.events import Advance
 from deltasync.replica.follower import Follower
 from deltasync.replica.target import Staged, Target
-from deltasync.store import retry
+from deltasync.store import patient
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import FaultyStore
 from deltasync.torch.module import ModuleTarget
@@ -118,8 +118,8 @@ def following(replica: Follower) -> Iterator[list[BaseException]]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the pauses between two attempts short."""
-    monkeypatch.setattr(retry, "_BACKOFF_FIRST_S", 0.001)
-    monkeypatch.setattr(retry, "_BACKOFF_MOST_S", 0.002)
+    monkeypatch.setattr(patient, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(patient, "LONGEST_PAUSE_S", 0.002)
     for name in ("_POLL_FIRST_S", "_POLL_MOST_S", "_OUTAGE_MOST_S"):
         monkeypatch.setattr(loop, name, 0.002)
 

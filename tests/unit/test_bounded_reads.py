@@ -16,12 +16,13 @@ from deltasync.feed.plan import plan
 from deltasync.feed.prune import Retention, plan_prune
 from deltasync.feed.replay import load, open_start
 from deltasync.feed.verify import verify
-from deltasync.feed.writer import Lease, Writer
+from deltasync.feed.writer import Writer
 from deltasync.format import keys, limits
 from deltasync.format.layout import DTYPES, TensorSpec
 from deltasync.format.manifest import PayloadRef
 from deltasync.format.payload import INDEX_NAME, Payload
 from deltasync.format.safetensors import header_bytes
+from deltasync.store.leased import LeasedStore
 from deltasync.store.memory import MemoryStore
 
 HUGE_BYTES = 1 << 43
@@ -66,7 +67,7 @@ def peak_below(nbytes: int) -> Iterator[None]:
 
 
 def lease(store: MemoryStore) -> object:
-    return Lease(store, "a").take()
+    return LeasedStore(store, "a").take()
 
 
 def commit(store: MemoryStore) -> object:

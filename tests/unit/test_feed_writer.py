@@ -9,11 +9,12 @@ from support.feeds import Feed, NoFenceStore, SpyStore, paper
 from support.helpers import resealed, state
 
 from deltasync.errors import ConflictError, CorruptError, InvalidInputError, StoreError
-from deltasync.feed.writer import LEASE_S, Lease, Writer
+from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import LeaseRecord
 from deltasync.format.weights import Weights
+from deltasync.store.leased import LEASE_S, LeasedStore
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data
@@ -236,7 +237,7 @@ def test_a_commit_under_a_lease_asks_for_it_first() -> None:
     store = NoFenceStore()
     writer = opened(store)
     store.delete(keys.LEASE)
-    Lease(store, "another").take()
+    LeasedStore(store, "another").take()
     with pytest.raises(ConflictError, match="another"):
         writer.commit(ANCHOR)
     assert writer.log.head() is None
@@ -245,7 +246,7 @@ def test_a_commit_under_a_lease_asks_for_it_first() -> None:
 def test_closing_gives_back_only_ones_own_lease() -> None:
     store = NoFenceStore()
     writer = opened(store)
-    Lease(store, "another", clock=lambda: 10.0**10).take()
+    LeasedStore(store, "another", clock=lambda: 10.0**10).take()
     writer.close()
     assert b"another" in store.get(keys.LEASE)
     opened(SpyStore()).close()
@@ -265,9 +266,9 @@ def test_closing_gives_back_only_ones_own_lease() -> None:
 )
 def test_a_lease_in_time(later_s: float, other: bool, outcome: str) -> None:
     store = NoFenceStore()
-    Lease(store, "a", clock=lambda: 1000.0).take()
+    LeasedStore(store, "a", clock=lambda: 1000.0).take()
     before = store.get(keys.LEASE)
-    lease = Lease(store, "b" if other else "a", clock=lambda: 1000.0 + later_s)
+    lease = LeasedStore(store, "b" if other else "a", clock=lambda: 1000.0 + later_s)
     if outcome == "refused":
         with pytest.raises(ConflictError) as caught:
             lease.take()
@@ -286,7 +287,7 @@ def test_two_that_take_the_lease_at_the_same_moment() -> None:
                 super().put(key, resealed(bytes(data), {"writer": "b"}))
 
     with pytest.raises(ConflictError, match="same time"):
-        Lease(Overtaken(), "a").take()
+        LeasedStore(Overtaken(), "a").take()
 
 
 def test_two_threads_of_one_writer_that_renew_the_lease_at_the_same_moment() -> None:
@@ -297,7 +298,7 @@ def test_two_threads_of_one_writer_that_renew_the_lease_at_the_same_moment() -> 
             super().put(key, data)
             super().put(key, LeaseRecord("a", 10**10).to_bytes())
 
-    Lease(Renewed(), "a").take()
+    LeasedStore(Renewed(), "a").take()
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -14,10 +14,11 @@ from deltasync.errors import StoreError
 from deltasync.feed.log import Log
 from deltasync.feed.prune import ORPHAN_S, Retention, plan_prune, prune
 from deltasync.feed.verify import verify
-from deltasync.feed.writer import Writer, probe_clock
+from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.weights import Weights
+from deltasync.store.probe import probe_clock
 from deltasync.store.protocol import Data, ObjectInfo
 from deltasync.trainer import version
 from deltasync.trainer.capture import capture

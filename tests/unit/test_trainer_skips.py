@@ -81,7 +81,7 @@ def test_a_publisher_that_is_closed_finishes_the_skip_in_progress_and_no_other()
     assert to._pipeline is not None
     assert to._pipeline._skips is not None
     # As `close` begins; it then waits for the thread that the gate holds.
-    to._pipeline._skips._store.is_stopped = True
+    to._pipeline._skips._stop.set()
     gate.open()
     to.close()
     assert skips_of(store) == {(0, 2)}

@@ -20,14 +20,16 @@ from deltasync import __version__
 from deltasync.cli.output import Output
 from deltasync.cli.units import count_text, duration_text, number_text, size_text, time_text
 from deltasync.errors import DeltasyncError, NotFoundError, printable
-from deltasync.feed.log import Log, get_record
-from deltasync.feed.writer import probe_fencing
+from deltasync.feed.log import Log
 from deltasync.format import keys
 from deltasync.kernels import kernels
 from deltasync.parallel import threads
 from deltasync.store import open_store
 from deltasync.store.local import LocalStore
+from deltasync.store.patient import PatientStore
+from deltasync.store.probe import PATIENCE_S, probe_fencing
 from deltasync.store.protocol import Store
+from deltasync.store.reading import get_record
 from deltasync.vllm.releases import NEWEST, OLDEST, is_tested
 
 _PACKAGES = ("numpy", "obstore", "huggingface_hub", "prometheus-client", "torch", "transformers", "trl", "vllm")
@@ -234,7 +236,7 @@ def _put(store: Store, key: str) -> Check:
 
 
 def _create(store: Store, key: str) -> Check:
-    if probe_fencing(store, key=key):
+    if probe_fencing(PatientStore(store, PATIENCE_S), key=key):
         return Check("create-if-absent", "ok", "two writers are kept apart", {"fences": True})
     text = "not available: one writer at a time, by a lease"
     return Check("create-if-absent", "warning", text, {"fences": False})

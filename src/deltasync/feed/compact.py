@@ -9,6 +9,7 @@ at once write the same objects.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -35,8 +36,9 @@ from deltasync.format.payload import Block, PayloadHeader, grouped, write_payloa
 from deltasync.format.weights import Bits, Changes, Region, Runs, Weights, tensor_parts
 from deltasync.parallel import each
 from deltasync.store import Feed, opened
+from deltasync.store.leased import creating
+from deltasync.store.patient import PatientStore
 from deltasync.store.protocol import Store
-from deltasync.store.retry import Retry
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +96,10 @@ def require_levels(name: str, levels: Sequence[int]) -> None:
 
 
 class Compactor:
-    """Writes the skips of a feed. `advance` continues where the last call ended, also after an error."""
+    """Writes the skips of a feed. `advance` continues where the last call ended, also after an error.
+
+    Once `stop` is set, nothing more is read, and `advance` fails. A skip that is being put is finished.
+    """
 
     def __init__(
         self,
@@ -102,14 +107,14 @@ class Compactor:
         *,
         levels: Sequence[int] = LEVELS,
         retry_s: float = RETRY_S,
+        stop: threading.Event | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         require_levels("levels", levels)
         self.upkeep = Upkeep()
-        self._store = store
-        self._log = Log(store)
+        self._store = PatientStore(store, retry_s, stop=stop)
+        self._log = Log(self._store)
         self._levels = tuple(levels)
-        self._retry = Retry(retry_s)
         self._clock = clock
         self._weights: Weights | None = None
         self._at: Manifest | None = None
@@ -123,17 +128,17 @@ class Compactor:
 
         If there is nothing to do, this is one small request.
         """
-        with self.upkeep.attempt(self._retry):
+        with self.upkeep.attempt(self._store):
             yield from self._advance()
 
     def _advance(self) -> Iterator[Manifest]:
-        newer = self._retry(lambda: self._log.head(after=None if self._head is None else self._head.version))
-        self._head = newer or self._head or self._retry(self._log.require_head)
+        newer = self._log.head(after=None if self._head is None else self._head.version)
+        self._head = newer or self._head or self._log.require_head()
         self.upkeep.head = self._head.version
         if self._at is not None and not self._is_behind(self._at, self._head):
             return
-        lowest = self._retry(self._log.floor) if self._at is None else self._windows[-1].start.version
-        known = set(self._retry(lambda: self._log.skips(start=lowest)))
+        lowest = self._log.floor() if self._at is None else self._windows[-1].start.version
+        known = set(self._log.skips(start=lowest))
         if self._at is None:
             self._start(lowest, self._head, known)
         while self._at is not None and self._is_behind(self._at, self._head):
@@ -142,12 +147,12 @@ class Compactor:
             if end <= self._head.version:
                 try:
                     with self.upkeep.phase("replay"):
-                        self._move(self._retry(partial(self._log.read, end)))
+                        self._move(self._log.read(end))
                     self.upkeep.version = end
                 except (CorruptError, MismatchError, NotFoundError) as error:
                     logger.warning("no skip leads to version %d: %s", end, error)
                     self._first = end
-                    self._start(self._retry(self._log.floor), self._head, known)
+                    self._start(self._log.floor(), self._head, known)
 
     def _is_behind(self, at: Manifest, head: Manifest) -> bool:
         """Whether a skip that ends at this version is left to write, or a later version to move to."""
@@ -169,7 +174,7 @@ class Compactor:
         for start in sorted(starts):
             try:
                 with self.upkeep.phase("replay"):
-                    self._load(self._retry(partial(self._log.read, start)))
+                    self._load(self._log.read(start))
                 self.upkeep.version = start
             except (CorruptError, MismatchError, NotFoundError) as error:
                 logger.warning("no skip can start at version %d: %s", start, error)
@@ -181,7 +186,7 @@ class Compactor:
         """Hold a version that no change leads to from the one before. Windows start there."""
         self._at = self._weights = None
         self._windows = []
-        self._weights = self._retry(lambda: load(self._log, manifest))
+        self._weights = load(self._log, manifest)
         self._at = manifest
         self._windows = [_Window(level, manifest) for level in self._levels]
 
@@ -201,7 +206,7 @@ class Compactor:
         def start() -> int | None:
             return None if self._at is None else self._at.version
 
-        self._retry(lambda: with_fallback(self._log, target, attempt, start=start))
+        with_fallback(self._log, target, attempt, start=start)
 
     def _held(self) -> Weights:
         if self._weights is None:
@@ -273,7 +278,8 @@ class Compactor:
         if self._is_late(put_unix_s):
             put_unix_s = self._put(payloads)
         with self.upkeep.phase("commit"):
-            self._retry(lambda: self._create(manifest_key(skip), skip.to_bytes()))
+            # If it exists, another compactor, or an earlier attempt, has written it.
+            creating(self._store).create(manifest_key(skip), skip.to_bytes())
         self.upkeep.count("skips")
         self.upkeep.count("payload_bytes", skip.nbytes)
         if self._is_late(put_unix_s):
@@ -291,15 +297,8 @@ class Compactor:
         """Put payloads; returns when the first of them was."""
         put_unix_s = self._clock()
         for data in payloads:
-            self._retry(partial(self._store.put, keys.payload_key(PayloadRef.of(data).sha256), data))
+            self._store.put(keys.payload_key(PayloadRef.of(data).sha256), data)
         return put_unix_s
-
-    def _create(self, key: str, data: bytes) -> None:
-        """Create the manifest. If it exists, another compactor, or an earlier attempt, has written it."""
-        if self._store.capabilities.create_if_absent:
-            self._store.create(key, data)
-        else:
-            self._store.put(key, data)
 
 
 _Piece = tuple[int, NDArray[np.unsignedinteger], Bits]

@@ -14,6 +14,7 @@ from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat, Pin
 from deltasync.parallel import each
 from deltasync.store.protocol import ObjectInfo, Store
+from deltasync.store.reading import get_manifest, get_record, with_reread
 
 logger = logging.getLogger(__name__)
 
@@ -30,33 +31,6 @@ RELAY_ENGINE = "relay"
 
 LIVE_S = 900
 """A replica whose heartbeat is older counts as gone."""
-
-
-def get_record(store: Store, key: str) -> bytes:
-    """A small record. Of an object that is too large for one, only as much as a reader needs to refuse it."""
-    return store.get_range(key, 0, limits.RECORD_BYTES_MAX + 1)
-
-
-def get_manifest(store: Store, key: str) -> bytes:
-    """A manifest, read up to its limit as `get_record` does. Most are short: one range is enough for them."""
-    start = get_record(store, key)
-    if len(start) <= limits.RECORD_BYTES_MAX:
-        return start
-    return start + store.get_range(key, len(start), limits.MANIFEST_BYTES_MAX + 1 - len(start))
-
-
-def with_reread(read: Callable[[], _T]) -> _T:
-    """The result of `read`, which is called once more if what arrived is damaged: the wire may be to blame.
-
-    It is not to blame for an object that is too large, which is read once.
-    """
-    try:
-        return read()
-    except (CorruptError, FormatError) as error:
-        if error.rule is not None and error.rule.endswith(".size"):
-            raise
-        logger.info("reading it again: %s", error)
-        return read()
 
 
 def read_manifest(store: Store, key: str, *, version: int | None = None) -> Manifest:

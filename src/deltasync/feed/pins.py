@@ -6,14 +6,16 @@ from collections.abc import Callable
 
 from deltasync.arguments import described
 from deltasync.errors import ConflictError, CorruptError, FormatError, InvalidInputError, NotFoundError
-from deltasync.feed.log import Log, get_record
+from deltasync.feed.log import Log
 from deltasync.feed.plan import Plan
 from deltasync.feed.replay import blocking, with_fallback
 from deltasync.format import keys, limits
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import Pin
 from deltasync.store import Feed, opened
+from deltasync.store.leased import creating
 from deltasync.store.protocol import Store
+from deltasync.store.reading import get_record
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,8 @@ def pin(
         wanted = Pin(name, target.version, target.digest.hex, note, int(clock()))
         before = _stored(store, key)
         if before is None:
-            _write_new(store, key, wanted)
+            # If another process was faster, its record stays.
+            creating(store).create(key, wanted.to_bytes())
         known = log.pin(name)
         if known is None or (known.version, known.digest) != (wanted.version, wanted.digest):
             what = "gone again" if known is None else f"of version {known.version}"
@@ -140,11 +143,3 @@ def _stored(store: Store, key: str) -> bytes | None:
         return get_record(store, key)
     except NotFoundError:
         return None
-
-
-def _write_new(store: Store, key: str, pin: Pin) -> None:
-    """Create the record. If another process was faster, its record stays."""
-    if store.capabilities.create_if_absent:
-        store.create(key, pin.to_bytes())
-    else:
-        store.put(key, pin.to_bytes())

@@ -16,12 +16,13 @@ from deltasync.feed.log import READ_THREADS, Log, is_live, read_manifest
 from deltasync.feed.plan import Edge, cheapest_paths
 from deltasync.feed.survey import ORPHAN_S, Known, Survey, is_given_up, manifest_items, reachable, survey
 from deltasync.feed.upkeep import Upkeep
-from deltasync.feed.writer import probe_clock
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import FloorRecord, Heartbeat, Pin
 from deltasync.parallel import each
 from deltasync.store import Feed, opened
+from deltasync.store.patient import PatientStore
+from deltasync.store.probe import PATIENCE_S, probe_clock
 from deltasync.store.protocol import Store
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ def _deletions(
     log = Log(store)
     first_orphan = len(pruning.keys) - pruning.orphans
     orphans = pruning.keys[first_orphan:]
-    before_unix_s = probe_clock(store) - ORPHAN_S if orphans else 0.0
+    before_unix_s = probe_clock(PatientStore(store, PATIENCE_S)) - ORPHAN_S if orphans else 0.0
     named = _named_since(log, pruning.manifests) if orphans else set()
     if pruning.floor > log.floor_of(keys.FLOOR):
         store.put(keys.FLOOR, FloorRecord(pruning.floor).to_bytes())

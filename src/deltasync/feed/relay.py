@@ -24,18 +24,21 @@ from deltasync.errors import (
     NotFoundError,
 )
 from deltasync.feed.fetch import fetch
-from deltasync.feed.log import READ_THREADS, RELAY_ENGINE, Log, get_manifest, is_live, parse_manifest, with_reread
+from deltasync.feed.log import READ_THREADS, RELAY_ENGINE, Log, is_live, parse_manifest
 from deltasync.feed.plan import Edge, Plan
 from deltasync.feed.replay import BlockedError, blocking, with_fallback
 from deltasync.feed.upkeep import Upkeep
-from deltasync.feed.writer import LATE_S, Writer, probe_clock
+from deltasync.feed.writer import LATE_S, Writer
 from deltasync.format import keys
 from deltasync.format.manifest import Kind, Manifest, PayloadRef
 from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat
 from deltasync.parallel import each
 from deltasync.store import Feed, opened
+from deltasync.store.leased import creating
+from deltasync.store.patient import PatientStore
+from deltasync.store.probe import probe_clock
 from deltasync.store.protocol import Store
-from deltasync.store.retry import Retry
+from deltasync.store.reading import get_manifest, with_reread
 
 logger = logging.getLogger(__name__)
 
@@ -132,13 +135,14 @@ class Relay:
     ) -> None:
         self.destination = destination.url
         self.upkeep = Upkeep()
-        self._source = Log(source)
-        self._copy = Log(destination)
+        self._stores = PatientStore(source, retry_s), PatientStore(destination, retry_s)
+        self._is_same = source is destination or source.url == destination.url != "memory://"
+        self._source = Log(self._stores[0])
+        self._copy = Log(creating(self._stores[1]))
         self._every = every
         self._has_anchors = anchors
         self._has_skips = skips
         self._beats = _Beats(self._source, self._copy, clock=clock) if heartbeats else None
-        self._retry = Retry(retry_s)
         self._clock = clock
         self._is_open = False
         self._record: FeedRecord | None = None
@@ -161,14 +165,14 @@ class Relay:
     def check(self) -> None:
         """Find out whether the destination can be a copy of the source. Nothing is written."""
         source, copy = self._source, self._copy
-        if source.store is copy.store or (source.store.url == copy.store.url != "memory://"):
+        if self._is_same:
             raise InvalidInputError(f"{copy.store.url} is the source itself", hint="choose another destination")
-        self._head = self._retry(source.require_head)
-        record = self._retry(source.feed)
+        self._head = source.require_head()
+        record = source.feed()
         if record is None:
             hint = "put the object back from a copy of the feed"
             raise CorruptError(f"{source.store.url} has versions, but no {keys.FEED}", key=keys.FEED, hint=hint)
-        ours, versions = self._retry(copy.feed), set(self._retry(copy.versions))
+        ours, versions = copy.feed(), set(copy.versions())
         if (ours is None and versions) or (ours is not None and ours.feed != record.feed):
             raise InvalidInputError(
                 f"{copy.store.url} has the feed {None if ours is None else ours.feed!r:.40}, and cannot be a copy of "
@@ -189,15 +193,15 @@ class Relay:
         copy, record, versions = self._copy, self._record, self._versions
         if record is None:
             return
-        self._retry(lambda: _create(copy.store, keys.FEED, record.to_bytes()))
+        copy.store.create(keys.FEED, record.to_bytes())
         top = max(versions, default=-1)
-        self._floor = self._retry(copy.floor)
+        self._floor = copy.floor()
         # A relay that is interrupted while it leaves versions out has created the last of them first.
         missing = [version for version in range(top, -1, -1) if version not in versions]
         if missing:
             self._raise_floor(top)
             self._copy_versions(missing)
-        self._at = None if top < 0 else self._retry(lambda: copy.read(top))
+        self._at = None if top < 0 else copy.read(top)
         self._put_unix_s = self._resumable()
         self._is_open = True
 
@@ -206,7 +210,7 @@ class Relay:
 
         If there is nothing new, this is one small request to the source.
         """
-        with self.upkeep.attempt(self._retry):
+        with self.upkeep.attempt(*self._stores):
             for sent in self._advance():
                 self.upkeep.count(f"{sent.kind}_edges")
                 self.upkeep.count("manifest_bytes", sent.manifest_bytes)
@@ -237,7 +241,7 @@ class Relay:
 
     def _is_behind(self) -> bool:
         head = self._head
-        newer = self._retry(lambda: self._source.head(after=None if head is None else head.version))
+        newer = self._source.head(after=None if head is None else head.version)
         self._head = newer or head
         self.upkeep.version, self.upkeep.head = self.version, None if self._head is None else self._head.version
         return self._head is not None and (self._at is None or self._at.version < self._head.version)
@@ -259,7 +263,7 @@ class Relay:
         if at is None and self._every:
             targets = [self._first(), head]
         elif at is not None and (self._every or head.version - at.version <= LAG_MAX):
-            targets = [self._retry(lambda: self._source.read(at.version + 1)), head]
+            targets = [self._source.read(at.version + 1), head]
         for target in targets:
             try:
                 with_fallback(self._source, target, partial(self._send_plan, sent), start=lambda: self.version)
@@ -272,8 +276,8 @@ class Relay:
 
     def _first(self) -> Manifest:
         """The oldest version that the source promises to keep."""
-        floor = self._retry(self._source.floor)
-        return self._retry(lambda: self._source.read(floor))
+        floor = self._source.floor()
+        return self._source.read(floor)
 
     def _send_plan(self, sent: list[Relayed], plan: Plan) -> None:
         for edge in plan.edges:
@@ -283,7 +287,7 @@ class Relay:
     def _send(self, edge: Edge) -> Relayed:
         """Make an edge part of the copy: payloads, its own manifest, then those of all versions up to its end."""
         at = -1 if self._at is None else self._at.version
-        version = self._retry(lambda: self._source.read(edge.end))
+        version = self._source.read(edge.end)
         if version.digest != edge.manifest.digest:
             raise CorruptError(f"{edge.key} leads to another digest than version {edge.end}", key=edge.key)
         self._require_follows(edge)
@@ -323,7 +327,7 @@ class Relay:
         if at is None:
             return
         is_next = edge.start == at.version
-        digest = edge.manifest.parent_digest if is_next else self._retry(lambda: self._source.read(at.version)).digest
+        digest = edge.manifest.parent_digest if is_next else self._source.read(at.version).digest
         if digest != at.digest:
             raise ConflictError(
                 f"version {at.version} of {self._source.store.url} has the digest {digest}, and that of "
@@ -366,18 +370,18 @@ class Relay:
             return []
         source, copy, newest = self._source, self._copy, self._at.version
         # A pruner of the copy raises its floor: what it has deleted is not sent again.
-        self._floor = max(self._floor, self._retry(copy.floor))
+        self._floor = max(self._floor, copy.floor())
         wanted: list[str] = []
         if self._has_anchors:
-            there = self._retry(source.anchors)
-            known = set(self._retry(copy.anchors)) if there else set()
+            there = source.anchors()
+            known = set(copy.anchors()) if there else set()
             fitting = [v for v in there if self._floor <= v <= newest]
             newest_known = max((v for v in known if v <= newest), default=-1)
             fitting = fitting if self._every else [v for v in fitting[-1:] if v > newest_known]
             wanted += [keys.anchor_key(version) for version in fitting if version not in known]
         if self._has_skips:
-            pairs = self._retry(lambda: source.skips(start=self._floor))
-            have = set(self._retry(lambda: copy.skips(start=self._floor))) if pairs else set()
+            pairs = source.skips(start=self._floor)
+            have = set(copy.skips(start=self._floor)) if pairs else set()
             wanted += [keys.skip_key(*pair) for pair in pairs if pair[1] <= newest and pair not in have]
         return [edge for edge in each(self._other, wanted, waiting=READ_THREADS) if edge is not None]
 
@@ -396,10 +400,10 @@ class Relay:
         if ref.sha256 in self._put_unix_s:
             return 0
         with self.upkeep.phase("fetch"):
-            data = self._retry(lambda: fetch(self._source.store, ref))
+            data = fetch(self._source.store, ref)
         put_unix_s = self._clock()
         with self.upkeep.phase("put"):
-            self._retry(lambda: self._copy.store.put(keys.payload_key(ref.sha256), data))
+            self._copy.store.put(keys.payload_key(ref.sha256), data)
         self._put_unix_s[ref.sha256] = put_unix_s
         # Here, as it is not sent again after an error, or when a new version goes first.
         self.upkeep.count("payload_bytes", ref.nbytes)
@@ -425,10 +429,10 @@ class Relay:
     def _resumable(self) -> dict[str, float]:
         """Payloads of the copy that were put within an hour, by its own clock, with the time by ours."""
         store = self._copy.store
-        items = [(keys.parse_payload_key(item.key), item) for item in self._retry(lambda: [*store.list(keys.PAYLOADS)])]
+        items = [(keys.parse_payload_key(item.key), item) for item in [*store.list(keys.PAYLOADS)]]
         if not items:
             return {}
-        now_unix_s, ours_unix_s = self._retry(lambda: probe_clock(store)), self._clock()
+        now_unix_s, ours_unix_s = probe_clock(store), self._clock()
         young = ((sha256, now_unix_s - item.modified_unix_s) for sha256, item in items if sha256 is not None)
         return {sha256: ours_unix_s - age_s for sha256, age_s in young if abs(age_s) < TRUST_S}
 
@@ -448,16 +452,16 @@ class Relay:
             parse_manifest(key, data)
             return data
 
-        data = self._retry(lambda: with_reread(read))
-        if not self._retry(lambda: _create(self._copy.store, key, data)):
+        data = with_reread(read)
+        if not self._copy.store.create(key, data):
             self._require_same(key, None, data)
         return len(data)
 
     def _require_same(self, key: str, version: int | None, data: bytes | None = None) -> None:
         """ConflictError unless both stores have the same manifest."""
-        copied = self._retry(lambda: get_manifest(self._copy.store, key))
+        copied = get_manifest(self._copy.store, key)
         try:
-            wanted = self._retry(lambda: get_manifest(self._source.store, key)) if data is None else data
+            wanted = get_manifest(self._source.store, key) if data is None else data
         except NotFoundError:
             wanted = b""
         if copied != wanted:
@@ -472,8 +476,8 @@ class Relay:
     def _raise_floor(self, version: int) -> None:
         """Versions before this one cannot be restored from the copy. A pruner has a record of its own."""
         store = self._copy.store
-        if version > self._retry(lambda: self._copy.floor_of(keys.COPY)):
-            self._retry(lambda: store.put(keys.COPY, FloorRecord(version).to_bytes()))
+        if version > self._copy.floor_of(keys.COPY):
+            store.put(keys.COPY, FloorRecord(version).to_bytes())
         self._floor = max(self._floor, version)
 
 
@@ -510,14 +514,3 @@ class _Beats:
 
     def _id(self, replica: str) -> str:
         return f"{self._prefix}{replica}"[:128]
-
-
-def _create(store: Store, key: str, data: bytes) -> bool:
-    """Whether this call, or an earlier one with a lost response, has created the object as it is."""
-    if store.capabilities.create_if_absent:
-        return store.create(key, data)
-    try:
-        return get_manifest(store, key) == data
-    except NotFoundError:
-        store.put(key, data)
-        return True

@@ -18,7 +18,7 @@ from deltasync.checkpoint import open_checkpoint, write_checkpoint
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.base import locate_base
 from deltasync.feed.fetch import fetch_files, fetch_payloads
-from deltasync.feed.log import READ_THREADS, Log, manifest_key, with_reread
+from deltasync.feed.log import READ_THREADS, Log, manifest_key
 from deltasync.feed.plan import Edge, Plan, plan
 from deltasync.format import keys, limits
 from deltasync.format.companions import has_config
@@ -28,6 +28,7 @@ from deltasync.format.payload import Payload
 from deltasync.format.weights import Changes, Weights
 from deltasync.parallel import Progress, counting, each
 from deltasync.store import Feed, opened
+from deltasync.store.reading import with_reread
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

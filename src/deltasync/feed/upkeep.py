@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from deltasync.store.retry import Retry
+from deltasync.store.patient import PatientStore
 
 
 @dataclass(slots=True)
@@ -30,9 +30,9 @@ class Upkeep:
     worked_unix_s: float | None = None
 
     @contextmanager
-    def attempt(self, retry: Retry | None = None) -> Iterator[None]:
-        """Count what happens in the block as one attempt, which fails with an error. `retry` counts its retries."""
-        retries = 0 if retry is None else retry.count
+    def attempt(self, *stores: PatientStore) -> Iterator[None]:
+        """Count what happens in the block as one attempt, which fails with an error, and the retries of `stores`."""
+        retries = sum(store.retries for store in stores)
         try:
             yield
         except GeneratorExit:
@@ -45,7 +45,7 @@ class Upkeep:
         else:
             self.error, self.worked_unix_s = None, time.time()
         finally:
-            self.count("retries", 0 if retry is None else retry.count - retries)
+            self.count("retries", sum(store.retries for store in stores) - retries)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -1,30 +1,26 @@
-"""Write to a feed: payloads first, then the manifest, whose creation is the commit and the fence.
-
-A store without create-if-absent cannot fence. One writer then holds a lease that it renews. A lease depends on clocks,
-and does not stop two writers that race within one round trip.
-"""
+"""Write to a feed: payloads first, then the manifest, whose creation is the commit and the fence."""
 
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from copy import copy
 
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError, StoreError
-from deltasync.feed.log import Log, get_manifest, get_record, manifest_key, parse_manifest, with_reread
+from deltasync.feed.log import Log, manifest_key, parse_manifest
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest, PayloadRef
-from deltasync.format.sealed import FeedRecord, LeaseRecord
+from deltasync.format.sealed import FeedRecord
 from deltasync.store import file_path
+from deltasync.store.leased import LeasedStore
+from deltasync.store.patient import PatientStore
+from deltasync.store.probe import probe_fencing, probe_put
 from deltasync.store.protocol import Data, Store
+from deltasync.store.reading import get_manifest, with_reread
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-
-_TRIES = 3
 
 _FOLDER_NAMES = frozenset({
     keys.FLOOR, keys.COPY, keys.LEASE, "lost+found",
@@ -35,149 +31,49 @@ _FOLDER_NAMES = frozenset({
 """What may be in the folder of a new feed: the root of a file system, and what was left by an attempt that failed."""
 
 
-@contextmanager
-def _probe_key(store: Store, key: str | None = None) -> Iterator[str]:
-    """A key that no other process knows, or the given one. Its object is deleted at the end of the block."""
-    key = keys.probe_key(secrets.token_hex(16)) if key is None else key
-    try:
-        yield key
-    finally:
-        # An object that is left behind is harmless, and this error must not hide the result.
-        with suppress(StoreError):
-            store.delete(key)
-
-
-def probe_fencing(store: Store, *, key: str | None = None) -> bool:
-    """Whether `create` refuses a key that is taken, and leaves the object as it was. Writes and deletes one object.
-
-    `key` is one that nothing else uses; by default a random one. The bytes that are stored decide, so that a lost
-    response does not make a good store look bad.
-    """
-    if not store.capabilities.create_if_absent:
-        return False
-    with _probe_key(store, key) as key:
-        # If it exists, a retry of this call has created it.
-        _retried(lambda: store.create(key, b"first"))
-        refused = not _retried(lambda: store.create(key, b"second"))
-        return refused and _read_back(store, key, b"first", b"second") == b"first"
-
-
-def probe_put(store: Store) -> None:
-    """StoreError unless the store has what was just put into it. Writes and deletes one object."""
-    with _probe_key(store) as key:
-        _retried(lambda: store.put(key, b"put"))
-        try:
-            stored = _read_back(store, key, b"put")
-        except NotFoundError:
-            stored = b""
-    if stored != b"put":
-        raise not_kept(store, "an object that was just put")
-
-
-def _read_back(store: Store, key: str, *written: bytes) -> bytes:
-    """What a probe holds. Bytes that were never written may have been damaged on the way, and are read again."""
-    for _ in range(_TRIES - 1):
-        stored = _retried(lambda: get_record(store, key))
-        if stored in written:
-            return stored
-    return _retried(lambda: get_record(store, key))
-
-
-def probe_clock(store: Store) -> float:
-    """The time by the store's clock, in the seconds of a listing. Writes and deletes one object."""
-    with _probe_key(store) as key:
-        _retried(lambda: store.put(key, b"clock"))
-        listed = _retried(lambda: [item.modified_unix_s for item in store.list(key) if item.key == key])
-    if not listed:
-        raise not_kept(store, "an object that was just put")
-    return listed[0]
-
-
-def not_kept(store: Store, what: str) -> StoreError:
-    """The error of a store that reports a put as done, and does not have the object."""
-    return StoreError(
-        f"{store.url} does not have {what}, although it reported no error",
-        transient=False,
-        hint="check its quota and the gateway in front of it; `deltasync.testing.StoreConformance` tests a store",
-    )
-
-
-def _retried(act: Callable[[], _T]) -> _T:
-    """The result of an operation of a probe, retried if the store does not answer: that says nothing about it."""
-    for _ in range(_TRIES - 1):
-        try:
-            return act()
-        except StoreError as error:
-            if not error.transient:
-                raise
-    return act()
-
-
 LATE_S = 6 * 3600
 """What was put longer ago is put again when a manifest names it: `prune` removes payloads without one after a day."""
-
-LEASE_S = 120
-"""Seconds for which the lease of a writer that died keeps others out."""
-
-
-class Lease:
-    """The right of `writer` to write to a feed."""
-
-    def __init__(self, store: Store, writer: str, *, clock: Callable[[], float] = time.time) -> None:
-        self._store = store
-        self._writer = writer
-        self._clock = clock
-
-    def take(self) -> None:
-        """Take or renew the lease; ConflictError if another writer holds it."""
-        now = self._clock()
-        held = self._read()
-        if held is not None and held.writer != self._writer and held.expires_unix_s > now:
-            raise ConflictError(
-                f"writer {held.writer} holds the lease of {self._store.url} for another "
-                f"{held.expires_unix_s - now:.0f} s",
-                key=keys.LEASE,
-                hint="this store cannot fence writers: stop the other one, or wait until its lease expires",
-            )
-        if held is None or held.writer != self._writer or held.expires_unix_s - now < LEASE_S / 2:
-            self._store.put(keys.LEASE, LeaseRecord(self._writer, int(now) + LEASE_S).to_bytes())
-            self._require_held()
-
-    def release(self) -> None:
-        """Let the next writer in at once."""
-        held = self._read()
-        if held is not None and held.writer == self._writer:
-            self._store.delete(keys.LEASE)
-
-    def _require_held(self) -> None:
-        # Another thread of this writer, which adds an anchor, may have renewed it in the meantime.
-        held = self._read()
-        if held is None or held.writer != self._writer:
-            raise ConflictError(
-                f"another writer took the lease of {self._store.url} at the same time",
-                key=keys.LEASE,
-                hint="let only one trainer publish to a feed",
-            )
-
-    def _read(self) -> LeaseRecord | None:
-        try:
-            return with_reread(lambda: LeaseRecord.from_bytes(get_record(self._store, keys.LEASE)))
-        except NotFoundError:
-            return None
 
 
 class Writer:
     """The only writer of a feed. Its random `id` distinguishes its commits from those of other writers."""
 
-    def __init__(self, store: Store, *, require_fencing: bool = False, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        retry_s: float = 0.0,
+        require_fencing: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.id = secrets.token_hex(8)
-        self.store = store
-        self.log = Log(store)
         self.clock = clock
         self._require_fencing = require_fencing
-        self._lease: Lease | None = None
+        self._patient = PatientStore(store, retry_s)
+        self._lease: LeasedStore | None = None
         self._files: tuple[Data, float] | None = None
         """The files beside the weights that no manifest may name yet, and when they were put."""
+
+    @property
+    def store(self) -> Store:
+        return self._patient if self._lease is None else self._lease
+
+    @property
+    def log(self) -> Log:
+        return Log(self.store)
+
+    @property
+    def retries(self) -> int:
+        """How often a request to the store was repeated."""
+        return self._patient.retries
+
+    def beside(self) -> "Writer":
+        """The same writer for another thread, which counts its own retries."""
+        other = copy(self)
+        other._patient = self._patient.beside()
+        if self._lease is not None:
+            other._lease = LeasedStore(other._patient, self.id, clock=self.clock)
+        return other
 
     def open(self) -> Manifest | None:
         """Check that the store keeps objects and can fence writers, create the feed if it is new, return its head.
@@ -186,9 +82,9 @@ class Writer:
         it is refused. ConflictError if another writer holds the lease.
         """
         self.require_own_folder()
-        probe_put(self.store)
+        probe_put(self._patient)
         if not self._fences():
-            self._lease = Lease(self.store, self.id, clock=self.clock)
+            self._lease = LeasedStore(self._patient, self.id, clock=self.clock)
             self._lease.take()
         self._require_feed()
         return self.log.head()
@@ -244,8 +140,8 @@ class Writer:
             logger.warning("cannot release the lease of %s: %s", self.store.url, error)
 
     def _fences(self) -> bool:
-        if self.store.capabilities.create_if_absent:
-            if probe_fencing(self.store):
+        if self._patient.capabilities.create_if_absent:
+            if probe_fencing(self._patient):
                 return True
             message = f"{self.store.url} ignores create-if-absent"
         else:
@@ -254,7 +150,7 @@ class Writer:
             raise StoreError(
                 message, transient=False, hint="use a store with conditional puts, or leave out require_fencing"
             )
-        if self.store.capabilities.create_if_absent:
+        if self._patient.capabilities.create_if_absent:
             logger.warning(
                 "%s: two writers at once can overwrite each other's versions; using a lease instead", message
             )
@@ -284,30 +180,12 @@ class Writer:
     def _require_feed(self) -> None:
         if self.log.feed() is None:
             record = FeedRecord(secrets.token_hex(8), int(self.clock()))
-            if self._write_new(keys.FEED, record.to_bytes()):
+            if self.store.create(keys.FEED, record.to_bytes()):
                 logger.info("a new feed begins at %s", self.store.url)
 
     def _create(self, key: str, data: bytes) -> None:
-        if self._lease is not None:
-            self._lease.take()
-        if not self._write_new(key, data):
+        if not self.store.create(key, data):
             self._settle(key, data)
-
-    def _write_new(self, key: str, data: bytes) -> bool:
-        """Whether this call has created the object. False if it exists, perhaps from an earlier attempt of ours."""
-        if self._lease is None:
-            try:
-                return self.store.create(key, data)
-            except StoreError as error:
-                # The response may be lost although the object was created. A permanent error, such as of a disk that
-                # cannot sync, is not a lost response: the object can be read back now and still be lost later.
-                if error.transient and self._stored(key) == data:
-                    return True
-                raise
-        if self._stored(key) is not None:
-            return False
-        self.store.put(key, data)
-        return self._stored(key) == data
 
     def _settle(self, key: str, data: bytes) -> None:
         """The object exists: equal bytes mean that we created it, and a response was lost. Else ConflictError."""

@@ -21,7 +21,7 @@ from deltasync.replica.mirror import Mirror
 from deltasync.replica.proved import ProvedTarget
 from deltasync.replica.target import Damage, Target
 from deltasync.store import Feed, opened
-from deltasync.store.retry import RetryingStore
+from deltasync.store.patient import PatientStore
 from deltasync.tracing import VersionTracer
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,8 @@ class Follower(ProcessBound):
         self._store = self._resources.enter_context(opened(feed))
         self._log = Log(self._store)
         self._counts = Counts()
-        self._patient = RetryingStore(self._store, limit_s=_PATIENCE_S)
+        # At INFO: the loop warns once that the store is unreachable, not for every read.
+        self._patient = PatientStore(self._store, _PATIENCE_S, level=logging.INFO)
         # One lock guards both the mirror and the target, until what is read ahead is there, too.
         self._lock = threading.RLock()
         self._mirror = Mirror(Log(self._patient), path=mirror_path, base=base_path, counts=self._counts)

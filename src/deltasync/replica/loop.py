@@ -19,9 +19,10 @@ from deltasync.errors import (
     NotFoundError,
     StoreError,
 )
-from deltasync.feed.log import Log, get_record
+from deltasync.feed.log import Log
 from deltasync.format.keys import replica_key
 from deltasync.format.sealed import Heartbeat
+from deltasync.store.reading import get_record
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from deltasync.format.sealed import FORMAT, read_sealed, sealed
 from deltasync.format.weights import Changes, Region, Runs, Weights
 from deltasync.replica.events import Counts
 from deltasync.store import Feed, opened
-from deltasync.store.retry import RetryingStore
+from deltasync.store.patient import PatientStore
 
 logger = logging.getLogger(__name__)
 
@@ -429,7 +429,7 @@ def fill_mirror(
             held.enter_context(locked(path, wait_s=_WAIT_S))
         on_locked()
         store = held.enter_context(opened(feed))
-        mirror = Mirror(Log(RetryingStore(store, limit_s=_PATIENCE_S)), path=path, base=base)
+        mirror = Mirror(Log(PatientStore(store, _PATIENCE_S, level=logging.INFO)), path=path, base=base)
         mirror.open()
         if mirror.version is None or version not in (None, mirror.version):
             goal = mirror.log.require_head() if version is None else mirror.log.read(version)

@@ -65,7 +65,7 @@ class ShardedPublisher(TorchPublisher):
             )
         super().__init__(feed, dtype=dtype, options=options)
         self._timeout_s = arguments.seconds("timeout_s", timeout_s, is_zero_allowed=False)
-        self._writer = Writer(self._store, require_fencing=options.require_fencing)
+        self._writer = Writer(self._store, retry_s=options.retry_s, require_fencing=options.require_fencing)
         self._shadow_folder = None if options.shadow_path is None else Path(options.shadow_path)
         self._shadow_lock: ExitStack | None = None
         self._groups: tuple[Ranks, Ranks] | None = None
@@ -173,11 +173,11 @@ class ShardedPublisher(TorchPublisher):
         shadow = Shadow(ShardWeights(shards.local, room.arrays, shards), state.head)
         if state.head is not None:
             resume(ranks, self._store, state.head, shadow.weights, shards, folder=self._shadow_folder)
-        options, retry_s = self._options, self._options.retry_s
-        versions = VersionWriter(writer=self._writer, layout=layout, retry_s=retry_s, shards=shards, group=ranks)
+        options = self._options
+        versions = VersionWriter(writer=self._writer, layout=layout, shards=shards, group=ranks)
         # Anchors have a group of their own: versions and anchors are agreed on in two threads.
         anchors = Anchors(
-            replace(versions, group=anchor_ranks),
+            replace(versions.beside(), group=anchor_ranks),
             shadow,
             options.anchors,
             backlog=state.backlog,
@@ -210,7 +210,7 @@ class ShardedPublisher(TorchPublisher):
         if self._options.must_exist:
             self._writer.log.require_head()
         head = self._writer.open()
-        versions = VersionWriter(writer=self._writer, layout=layout, retry_s=self._options.retry_s)
+        versions = VersionWriter(writer=self._writer, layout=layout)
         if head is not None:
             require_layout(self._writer.log, head, layout)
         given, defaults = self._files(weights)

@@ -2,16 +2,16 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
-from deltasync.errors import DeltasyncError, StoreError
+from deltasync.errors import DeltasyncError
 from deltasync.feed.compact import Compactor
 from deltasync.feed.prune import Pruner, Retention
 from deltasync.format.manifest import Manifest
 from deltasync.parallel import Pool
-from deltasync.store.protocol import ObjectInfo, Store, WrapperStore
+from deltasync.store.protocol import Store
 from deltasync.trainer.events import Observer, report_upkeep
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,8 @@ class Skips:
     def __init__(
         self, store: Store, levels: Sequence[int], *, retry_s: float, observer: Observer | None = None
     ) -> None:
-        self._store = _Stoppable(store)
-        self._compactor = Compactor(self._store, levels=levels, retry_s=retry_s)
+        self._stop = threading.Event()
+        self._compactor = Compactor(store, levels=levels, retry_s=retry_s, stop=self._stop)
         report_upkeep(observer, "compactor", self._compactor.upkeep)
         self._lowest = levels[0]
         self._pool = Pool(1, "deltasync-skips")
@@ -94,7 +94,7 @@ class Skips:
 
     def close(self) -> None:
         """Stop at the next read of the feed: a skip that is being put is finished."""
-        self._store.is_stopped = True
+        self._stop.set()
         self._pool.shutdown()
 
     def _advance(self) -> None:
@@ -105,7 +105,7 @@ class Skips:
                 logger.info("a skip leads from version %s to %d", skip.parent, skip.version)
         except (DeltasyncError, MemoryError) as error:
             # The feed is complete without it.
-            if not self._store.is_stopped:
+            if not self._stop.is_set():
                 logger.warning("no skip was written, the next versions get one: %s", error)
 
     def _report(self, done: "Future[None]") -> None:
@@ -113,27 +113,3 @@ class Skips:
         error = done.exception()
         if error is not None:
             logger.warning("no skip was written, the next versions get one: %s", error, exc_info=error)
-
-
-class _Stoppable(WrapperStore):
-    """A store that refuses to be read once it is stopped."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self.is_stopped = False
-
-    def get(self, key: str) -> bytes:
-        self._require_running()
-        return super().get(key)
-
-    def get_range(self, key: str, offset: int, length: int) -> bytes:
-        self._require_running()
-        return super().get_range(key, offset, length)
-
-    def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
-        self._require_running()
-        return super().list(prefix, after=after)
-
-    def _require_running(self) -> None:
-        if self.is_stopped:
-            raise StoreError("the publisher is closed", transient=False)

@@ -16,6 +16,7 @@ from deltasync.format.payload import Block
 from deltasync.format.weights import Weights
 from deltasync.parallel import Progress, counting
 from deltasync.store import Feed, opened
+from deltasync.store.probe import PATIENCE_S
 from deltasync.trainer.version import Metadata, VersionWriter
 
 _Path = str | os.PathLike[str]
@@ -53,7 +54,7 @@ def publish(
     parent = optional_path("parent", parent)
     source = open_checkpoint(local_path("checkpoint", checkpoint))
     new, files = source.weights, companion_files(source, trust_code=trust_code)
-    with opened(feed) as store, closing(Writer(store, require_fencing=require_fencing)) as writer:
+    with opened(feed) as store, closing(Writer(store, retry_s=PATIENCE_S, require_fencing=require_fencing)) as writer:
         if must_exist:
             writer.log.require_head()
         head = writer.open()

@@ -22,7 +22,6 @@ from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.weights import Bits, Readable, Weights
 from deltasync.store.protocol import Store
-from deltasync.store.retry import Retry
 from deltasync.trainer.anchoring import AnchorBacklog, AnchorPolicy, Anchors
 from deltasync.trainer.background import BackgroundPruner, Skips
 from deltasync.trainer.capture import (
@@ -119,7 +118,7 @@ class FeedPublisher:
 
     def __init__(self, store: Store, options: PublisherOptions) -> None:
         arguments.instance("options", options, PublisherOptions)
-        self._writer = Writer(store, require_fencing=options.require_fencing)
+        self._writer = Writer(store, retry_s=options.retry_s, require_fencing=options.require_fencing)
         self._options = options
         self._shadow_path = None if options.shadow_path is None else Path(options.shadow_path)
         self._pipeline: Pipeline | None = None
@@ -148,12 +147,11 @@ class FeedPublisher:
         if self._pipeline is None:
             if self._shadow_lock is None:
                 self._shadow_lock = self._resources.enter_context(lock_shadow(self._shadow_path))
-            retry = Retry(self._options.retry_s)
             if self._options.must_exist:
-                retry(self._writer.log.require_head)
-            head = retry(self._writer.open)
+                self._writer.log.require_head()
+            head = self._writer.open()
             if head is not None:
-                self._pipeline = retry(lambda: self._resume(layout, head))
+                self._pipeline = self._resume(layout, head)
             elif layout is not None:
                 self._pipeline = self._start(shadow_weights(layout, self._shadow_path), None)
         if self._pipeline is None:
@@ -270,11 +268,11 @@ class FeedPublisher:
     def _start(self, weights: Weights, head: Manifest | None) -> Pipeline:
         options, shadow = self._options, Shadow(weights, head)
         backlog = None if head is None else AnchorBacklog.of(plan(self._writer.log, head))
-        versions = VersionWriter(writer=self._writer, layout=weights.layout, retry_s=options.retry_s)
+        versions = VersionWriter(writer=self._writer, layout=weights.layout)
         pipeline = Pipeline(
             versions,
             shadow,
-            Anchors(versions, shadow, options.anchors, backlog=backlog, observer=options.observer),
+            Anchors(versions.beside(), shadow, options.anchors, backlog=backlog, observer=options.observer),
             skips=(
                 Skips(self._writer.store, options.skips, retry_s=options.retry_s, observer=options.observer)
                 if options.skips

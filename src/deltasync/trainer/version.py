@@ -16,7 +16,7 @@ from deltasync.blocks import layout_runs
 from deltasync.codecs import planes
 from deltasync.errors import CorruptError, InvalidInputError, NotFoundError
 from deltasync.feed.fetch import fetch
-from deltasync.feed.writer import LATE_S, Writer, not_kept, probe_clock
+from deltasync.feed.writer import LATE_S, Writer
 from deltasync.format import keys, limits
 from deltasync.format.companions import write_files
 from deltasync.format.digest import StateDigest, layout_digest
@@ -25,7 +25,7 @@ from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef
 from deltasync.format.payload import Block, PayloadHeader, grouped, write_payload
 from deltasync.format.weights import Readable, Runs, Weights
 from deltasync.parallel import Progress, counting, each, threads
-from deltasync.store.retry import Retry
+from deltasync.store.probe import not_kept, probe_clock
 from deltasync.trainer.events import CaptureTime, CommittedVersion
 from deltasync.trainer.shards import Shards
 
@@ -171,7 +171,7 @@ class Part:
         return cls(tuple(payloads), digest_delta, sum(counts) if counts else None, put_unix_s)
 
 
-Put = Callable[[Retry, float], Part]
+Put = Callable[[float], Part]
 """Puts what this process adds to a version. Shards that the store got within so many seconds are left out."""
 
 
@@ -225,16 +225,18 @@ class Metadata:
 class VersionWriter:
     """Writes versions of one layout. In a `group`, each process gives its `shards` and all of them call each method.
 
-    `retry_s`: how long each operation of a failing store is retried.
     `is_anchor_due`: asked once for each committed version, in the process that commits.
     """
 
     writer: Writer
     layout: Layout
-    retry_s: float = 0.0
     shards: Shards | None = None
     group: Group = field(default_factory=OneProcess)
     is_anchor_due: Callable[[Manifest], bool] = lambda manifest: False
+
+    def beside(self) -> "VersionWriter":
+        """The same for another thread, which counts its own retries."""
+        return replace(self, writer=self.writer.beside())
 
     def put_files(
         self, files: Mapping[str, bytes], head: Manifest | None = None, *, defaults: Mapping[str, bytes] | None = None
@@ -244,9 +246,9 @@ class VersionWriter:
         Without any, these are those of the head; a warning says if they are damaged. `defaults` are added to the files,
         and stand in for them where the head has none or damaged ones.
         """
-        retry, known = Retry(self.retry_s), None if head is None else head.files
+        known = None if head is None else head.files
         if not files and known is not None:
-            if retry(lambda: self._is_whole(known)):
+            if self._is_whole(known):
                 return known
             logger.warning(
                 "the files beside the weights of %s are damaged or missing, and none were given to repair them",
@@ -257,9 +259,9 @@ class VersionWriter:
             return known
         data = write_files(beside)
         ref = PayloadRef.of(data)
-        if ref == known and retry(lambda: self._is_whole(ref)):
+        if ref == known and self._is_whole(ref):
             return ref
-        return retry(lambda: self.writer.put_files(data))
+        return self.writer.put_files(data)
 
     def _is_whole(self, ref: PayloadRef) -> bool:
         try:
@@ -284,7 +286,7 @@ class VersionWriter:
             digest = coded.digest(weights, on_progress=counting(progress, "digest", weights.layout.elements))
             part = Part((), digest - layout_digest(weights.layout), None)
         draft = replace(self._draft("base", None, metadata), base=base)
-        return self._commit(draft, layout_digest(self.layout), lambda retry, resume_s: part, metadata.captured)
+        return self._commit(draft, layout_digest(self.layout), lambda resume_s: part, metadata.captured)
 
     def delta(self, encode: Encode, parent: Manifest, metadata: Metadata, *, changed: int = 0) -> CommittedVersion:
         """Commit blocks that `encode` encodes against `parent` as the version after it.
@@ -295,7 +297,7 @@ class VersionWriter:
         encode_s = 0.0
         payload_bytes = self._payload_bytes(changed)
 
-        def put(retry: Retry, resume_s: float) -> Part:
+        def put(resume_s: float) -> Part:
             nonlocal encode_s
             digest_delta, count = StateDigest.ZERO, 0
 
@@ -312,7 +314,7 @@ class VersionWriter:
                     yield block
 
             def put_group(group: list[Block]) -> PayloadRef:
-                return self._put_delta(parent, group, retry)
+                return self._put_delta(parent, group)
 
             at_once = max(2, min(PUTS_MOST, PUT_BYTES // payload_bytes))
             with closing(encode()) as blocks:
@@ -341,7 +343,7 @@ class VersionWriter:
         Every attempt writes the same bytes, so that one whose answer got lost is not a conflict.
         """
 
-        def add(total: Part, retry: Retry) -> Manifest:
+        def add(total: Part) -> Manifest:
             digest = layout_digest(self.layout) + total.digest_delta
             if digest != manifest.digest:
                 raise CorruptError(
@@ -360,7 +362,7 @@ class VersionWriter:
                 base=None,
                 timeline=None,
             )
-            retry(lambda: self.writer.add_anchor(anchor))
+            self.writer.add_anchor(anchor)
             return anchor
 
         put = partial(self._put_weights, weights, manifest.version, progress)
@@ -376,7 +378,7 @@ class VersionWriter:
         after = -1 if parent is None else parent.version
 
         def find(deltas: Sequence[StateDigest]) -> CommittedVersion | None:
-            head = Retry(self.retry_s)(lambda: self.writer.log.head(after=after))
+            head = self.writer.log.head(after=after)
             if head is None or head.writer != self.writer.id or head.version != after + 1:
                 return None
             if parent is not None and head.digest != sum(deltas, parent.digest):
@@ -385,20 +387,19 @@ class VersionWriter:
 
         return self.group.agree(f"what follows version {after}", digest_delta, find)
 
-    def _put_weights(
-        self, weights: Readable, version: int, progress: Progress | None, retry: Retry, resume_s: float
-    ) -> Part:
-        put = partial(put_anchor, self.writer, weights, version, shards=self.shards, progress=progress)
-        refs, digest = retry(lambda: put(resume_s=resume_s))
+    def _put_weights(self, weights: Readable, version: int, progress: Progress | None, resume_s: float) -> Part:
+        refs, digest = put_anchor(
+            self.writer, weights, version, shards=self.shards, progress=progress, resume_s=resume_s
+        )
         return Part(refs, digest - layout_digest(self.layout), None)
 
-    def _put_delta(self, parent: Manifest, group: list[Block], retry: Retry) -> PayloadRef:
+    def _put_delta(self, parent: Manifest, group: list[Block]) -> PayloadRef:
         digest = sum((block.digest for block in group), parent.digest)
         header = PayloadHeader("delta", self.layout, parent.digest, digest, parent.version + 1)
         payload = write_payload(header, group)
         # The payload has their bytes.
         group.clear()
-        return retry(lambda: self.writer.put(payload))
+        return self.writer.put(payload)
 
     def _commit(
         self,
@@ -411,7 +412,7 @@ class VersionWriter:
     ) -> CommittedVersion:
         started_s = time.perf_counter()
 
-        def commit(total: Part, retry: Retry) -> tuple[Manifest, bool]:
+        def commit(total: Part) -> tuple[Manifest, bool]:
             manifest = replace(
                 draft,
                 payloads=total.payloads,
@@ -420,7 +421,7 @@ class VersionWriter:
                 created_unix_s=int(self.writer.clock()),
                 timeline=None if captured is None else captured.timeline(started_s=started_s, encode_s=encode_s()),
             )
-            retry(lambda: self.writer.commit(manifest))
+            self.writer.commit(manifest)
             return manifest, self.is_anchor_due(manifest)
 
         about = f"version {draft.version}, step {draft.step}"
@@ -429,7 +430,7 @@ class VersionWriter:
         manifest, is_anchor_due = written.result
         return CommittedVersion(manifest, written.put_s, written.commit_s, written.retries, is_anchor_due)
 
-    def _write(self, about: str, put: Put, create: Callable[[Part, Retry], _R], *, is_anchor: bool) -> _Written[_R]:
+    def _write(self, about: str, put: Put, create: Callable[[Part], _R], *, is_anchor: bool) -> _Written[_R]:
         """Call `put` in every process, then in one of them `create`, which creates the manifest.
 
         The payloads of an anchor are listed before: some stores report a `put` as done and keep nothing.
@@ -437,13 +438,13 @@ class VersionWriter:
         `prune` removes payloads that no manifest names after a day. If this process, or its machine, sleeps for that
         long, they are put again: before the manifest is created, and after it if that took long, too.
         """
-        retry, started = Retry(self.retry_s), time.perf_counter()
+        retries, started = self.writer.retries, time.perf_counter()
         resume_s = float(RESUME_S)
         while True:
             with self.group.report_errors():
-                part = self._put_all(put, retry, resume_s)
+                part = self._put_all(put, resume_s)
             put_s = time.perf_counter() - started
-            decide = partial(self._create, create, retry, is_anchor=is_anchor, may_wait=resume_s == RESUME_S)
+            decide = partial(self._create, create, is_anchor=is_anchor, may_wait=resume_s == RESUME_S)
             created = self.group.agree(about, part, decide)
             if created is not None:
                 break
@@ -451,18 +452,17 @@ class VersionWriter:
             resume_s = LATE_S
         if created.is_late:
             with self.group.report_errors():
-                self._put_all(put, retry, math.inf)
-        return _Written(created.result, put_s, time.perf_counter() - started - put_s, retry.count)
+                self._put_all(put, math.inf)
+        return _Written(created.result, put_s, time.perf_counter() - started - put_s, self.writer.retries - retries)
 
-    def _put_all(self, put: Put, retry: Retry, resume_s: float) -> Part:
+    def _put_all(self, put: Put, resume_s: float) -> Part:
         put_unix_s = self.writer.clock()
-        retry(lambda: self.writer.renew_files(after_s=RESUME_S))
-        return replace(put(retry, resume_s), put_unix_s=put_unix_s)
+        self.writer.renew_files(after_s=RESUME_S)
+        return replace(put(resume_s), put_unix_s=put_unix_s)
 
     def _create(
         self,
-        create: Callable[[Part, Retry], _R],
-        retry: Retry,
+        create: Callable[[Part], _R],
         parts: Sequence[Part],
         *,
         is_anchor: bool,
@@ -470,13 +470,13 @@ class VersionWriter:
     ) -> "_Created[_R] | None":
         """The result of `create`; None if the payloads should be put again before."""
         total = Part.total(parts)
-        missing = retry(lambda: self.writer.missing(total.payloads)) if is_anchor else []
+        missing = self.writer.missing(total.payloads) if is_anchor else []
         # Right before the creation: this process may also have slept in the listing.
         if may_wait and self._is_late(total):
             return None
         if missing:
             raise not_kept(self.writer.store, f"{len(missing)} payloads that were just put, such as {missing[0]}")
-        result = create(total, retry)
+        result = create(total)
         return _Created(result, self._is_late(total))
 
     def _is_late(self, total: Part) -> bool:

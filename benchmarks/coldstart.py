@@ -29,16 +29,18 @@ from benchmarks.states import states_of
 from deltasync import blocks
 from deltasync.checkpoint import mapped_weights
 from deltasync.feed.log import Log
-from deltasync.feed.replay import restore, zeros
+from deltasync.feed.route import Route
 from deltasync.format import keys
 from deltasync.format.layout import Layout
 from deltasync.format.payload import Payload
 from deltasync.format.weights import Weights
 from deltasync.parallel import each, threads
-from deltasync.replica.mirror import Mirror
+from deltasync.replica.mirror import MappedState
+from deltasync.state import State, zeros
 from deltasync.store.local import LocalStore
 from deltasync.trainer.capture import capture, copy_into
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.upkeep.restore import restore
 
 LIMIT = 1.5
 READ, WRITE, SYNC = "read the objects", "write a file of all weights", "write and sync it"
@@ -115,8 +117,8 @@ def _measure(weights: Weights, folder: Path, repeats: int) -> Section:
         "decode and digest the blocks": decode,
         "state digest": lambda: blocks.digest(weights),
         RESTORE: lambda: restore(store, folder / "restored", files=False),
-        MEMORY: lambda: Mirror(Log(store)).advance(manifest, lambda layout: None),
-        MAPPED: lambda: Mirror(Log(store), path=folder / "mirror").advance(manifest, lambda layout: None),
+        MEMORY: lambda: State().advance(Route(Log(store), manifest)),
+        MAPPED: lambda: MappedState(folder / "mirror").advance(Route(Log(store), manifest)),
         RESUME: lambda: _resume(store, weights),
     }
     costs = _in_turns(work, folder, repeats)

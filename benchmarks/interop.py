@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.data.synthetic import QWEN3_0_6B, SMALL, bf16_pair
 from benchmarks.report import Row, print_table, say, write_results
 from benchmarks.states import states_of
-from deltasync.checkpoint import write_checkpoint
+from deltasync.checkpoint import new_checkpoint
 from deltasync.feed.log import Log
 from deltasync.format.weights import Weights
 from deltasync.interop import Exporter, Importer
@@ -35,7 +35,8 @@ def measure(density: float, *, is_small: bool) -> Row:
 
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        write_checkpoint(old.layout, {}, place / "base", fill)
+        with new_checkpoint(old.layout, {}, place / "base") as weights:
+            fill(weights)
         folder = place / "run" / folder_name(1)
         folder.mkdir(parents=True)
         written_bytes = write_files(

@@ -25,15 +25,15 @@ from benchmarks.report import Row, say
 from benchmarks.sections import Section, Target, at_least, at_most, run_sections
 from benchmarks.states import copy_of
 from deltasync import blocks
-from deltasync.feed.compact import LEVELS
 from deltasync.feed.log import Log
 from deltasync.feed.plan import Edge, Plan, cheapest, collect
-from deltasync.feed.replay import load, replay, zeros
+from deltasync.feed.route import Route
 from deltasync.format.layout import Layout
 from deltasync.format.weights import Weights
-from deltasync.replica.mirror import Mirror
+from deltasync.state import Applied, State, load, zeros
 from deltasync.store.local import LocalStore
 from deltasync.store.protocol import ObjectInfo, Store, WrapperStore
+from deltasync.upkeep.compact import LEVELS
 
 Levels = tuple[int, ...]
 
@@ -141,7 +141,8 @@ def _states(feed: RealFeed, versions: Sequence[int]) -> dict[int, Weights]:
     for version in sorted(versions):
         weights = load(log, log.read(version)) if held is None else copy_of(states[held])
         if held is not None:
-            replay(log, _cheapest(edges, held, version), weights)
+            chosen = _cheapest(edges, held, version)
+            State(weights, scratch=True).follow(Route(log, log.read(version)), chosen)
         if _hash(weights) != feed.hashes[version]:
             raise ValueError(f"version {version} is not what the trainer had")
         states[version], held = weights, version
@@ -185,15 +186,13 @@ def _replicas(feed: RealFeed, late: LatePlan, head: int) -> tuple[list[Row], lis
 def _advance(feed: RealFeed, path: Path, start: int, head: int) -> tuple[Row, Traffic]:
     store = CountingStore(LocalStore(path))
     log = Log(store)
-    mirror = Mirror(log)
-    mirror.advance(log.read(start), lambda layout: None)
-    mirror.hand_off()
+    mirror, applied = State(), Applied()
+    mirror.advance(Route(log, log.read(start)))
     store.traffic = Traffic()
-    mirror.advance(log.read(head), lambda layout: None)
+    mirror.advance(Route(log, log.read(head)), applied)
     if mirror.weights is None:
         raise ValueError(f"the replica has no version {head}")
-    edges = mirror.hand_off().edges
-    return {"edges": len(edges), "exact": _hash(mirror.weights) == feed.hashes[head]}, store.traffic
+    return {"edges": len(applied.edges), "exact": _hash(mirror.weights) == feed.hashes[head]}, store.traffic
 
 
 def _edges(path: Path, head: int) -> list[Edge]:
@@ -301,7 +300,8 @@ def _ways(feed: RealFeed, edges: dict[Levels, list[Edge]], layout: Layout, head:
         say(f"a way to version {head}: {name}")
         chosen = _cheapest(usable, None, head)
         weights = zeros(layout)
-        replay(Log(LocalStore(_path(feed, levels))), chosen, weights)
+        log = Log(LocalStore(_path(feed, levels)))
+        State(weights, scratch=True).follow(Route(log, log.read(chosen.edges[-1].end)), chosen)
         exact = _hash(weights) == feed.hashes[head]
         rows.append({"way": name, "edges": len(chosen.edges), "digest": blocks.digest(weights).hex, "exact": exact})
     is_one = len({row["digest"] for row in rows}) == 1

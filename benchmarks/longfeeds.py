@@ -23,12 +23,12 @@ from deltasync.cli.output import Output
 from deltasync.cli.watch import status
 from deltasync.feed.log import Head, Log, manifest_key
 from deltasync.feed.plan import plan
-from deltasync.feed.prune import Pruner, Retention, plan_prune
-from deltasync.feed.verify import verify
 from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.manifest import Kind
 from deltasync.format.sealed import Heartbeat, Pin, sealed
+from deltasync.upkeep.prune import Pruner, Retention, plan_prune
+from deltasync.upkeep.verify import verify
 from tests.support.feeds import paper
 
 RETENTION = Retention(anchors=2, versions=100)

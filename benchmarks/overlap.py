@@ -19,7 +19,8 @@ from benchmarks.report import Row, say
 from benchmarks.sections import Section, at_most, run_sections
 from benchmarks.states import States, is_equal, states_of
 from deltasync.feed.log import Log
-from deltasync.replica.mirror import Mirror
+from deltasync.feed.route import Route
+from deltasync.state import State
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store, WrapperStore
 from deltasync.trainer.anchoring import AnchorPolicy
@@ -151,20 +152,19 @@ def _works(states: States) -> Iterator[tuple[Work, LinkStore]]:
         yield Work("publish a delta", first.nbytes, publish), store
     log = Log(store)
     base, newer = log.read(0), log.read(1)
-    mirror = Mirror(log)
-    mirror.advance(base, lambda layout: None)
+    mirror = State()
+    mirror.advance(Route(log, base))
 
     def follow() -> float:
         """One delta into a mirror that has the version before it."""
         since = time.perf_counter()
-        mirror.advance(newer, lambda layout: None)
+        mirror.advance(Route(log, newer))
         seconds = time.perf_counter() - since
         if mirror.weights is None or not is_equal(mirror.weights, states.new):
             raise ValueError("the mirror has other bits than the version")
         for array, bits in zip(mirror.weights.arrays, states.old.arrays, strict=True):
             array[:] = bits
-        mirror.version, mirror.digest = base.version, base.digest
-        mirror.hand_off()
+        mirror.at = base
         return seconds
 
     yield Work("follow a delta", newer.nbytes, follow), store
@@ -172,8 +172,7 @@ def _works(states: States) -> Iterator[tuple[Work, LinkStore]]:
     def join() -> float:
         """All weights into a new mirror."""
         since = time.perf_counter()
-        late = Mirror(log)
-        late.advance(base, lambda layout: None)
+        State().advance(Route(log, base))
         return time.perf_counter() - since
 
     yield Work("join at an anchor", base.nbytes, join), store

@@ -14,7 +14,8 @@ import torch
 from benchmarks.report import Row, say
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
-from deltasync.feed.replay import load, replay
+from deltasync.feed.route import Route
+from deltasync.state import State, load
 from deltasync.store.protocol import Store
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.events import PublishEvent
@@ -86,7 +87,7 @@ def exact_versions(store: Store, expected: Sequence[str]) -> list[int]:
     for version, wanted in enumerate(expected):
         manifest = log.read(version)
         if version:
-            replay(log, plan(log, manifest, start=version - 1), weights)
+            State(weights, scratch=True).follow(Route(log, manifest), plan(log, manifest, start=version - 1))
         names = (spec.name for spec in weights.layout.tensors)
         if manifest.step == version and hash_of(zip(names, weights.arrays, strict=True)) == wanted:
             exact.append(version)

@@ -27,10 +27,9 @@ import numpy as np
 import deltasync
 from benchmarks.report import Row, print_table, say, write_results
 from deltasync.errors import DeltasyncError
-from deltasync.feed.fetch import fetch, fetch_files
+from deltasync.feed.fetch import fetch
+from deltasync.feed.files import fetch_files
 from deltasync.feed.log import Log
-from deltasync.feed.replay import load
-from deltasync.feed.verify import verify
 from deltasync.feed.writer import Writer
 from deltasync.format import keys, limits
 from deltasync.format.digest import StateDigest, layout_digest
@@ -41,8 +40,10 @@ from deltasync.format.safetensors import header_bytes
 from deltasync.format.sealed import FORMAT, Heartbeat
 from deltasync.format.weights import Weights
 from deltasync.kernels import kernels
+from deltasync.state import load
 from deltasync.store import open_store
 from deltasync.trainer.version import put_anchor
+from deltasync.upkeep.verify import verify
 from tests.attacks.bombs import BOMBS, Bomb
 from tests.support.helpers import resealed
 

@@ -17,7 +17,6 @@ from benchmarks.scale_rates import make_states, module_of
 from benchmarks.sections import Section, at_most
 from benchmarks.states import States
 from deltasync import AnchorPolicy, Follower, blocks
-from deltasync.feed.verify import verify
 from deltasync.feed.writer import Writer
 from deltasync.format.weights import Weights
 from deltasync.store.protocol import Store
@@ -26,6 +25,7 @@ from deltasync.trainer.capture import Shadow, capture
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.shards import Box, Shards, ShardWeights, chunk
 from deltasync.trainer.version import Metadata, VersionWriter
+from deltasync.upkeep.verify import verify
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")

@@ -20,10 +20,11 @@ from benchmarks.states import States, is_equal, states_of
 from deltasync import AnchorPolicy, Follower, set_threads
 from deltasync.estimate import Change, Deployment, Link, Pass, Rates, estimate
 from deltasync.feed.log import Log
+from deltasync.feed.route import Route
 from deltasync.feed.writer import Writer
 from deltasync.format.weights import Weights
 from deltasync.parallel import threads
-from deltasync.replica.mirror import Mirror
+from deltasync.state import State
 from deltasync.store.memory import MemoryStore
 from deltasync.torch import ModuleTarget
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
@@ -210,7 +211,7 @@ def _anchor_rates(pipe: Pipeline, repeats: int) -> tuple[float, float]:
         put_anchor(Writer(MemoryStore()), weights, 0)
         encode_s.append(time.perf_counter() - since)
         since = time.perf_counter()
-        Mirror(Log(pipe.store)).advance(base, lambda layout: None)
+        State().advance(Route(Log(pipe.store), base))
         decode_s.append(time.perf_counter() - since)
     return weights.layout.nbytes / min(encode_s), weights.layout.nbytes / min(decode_s)
 

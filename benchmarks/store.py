@@ -22,12 +22,12 @@ from benchmarks.machine import Call, Timing, time_rounds
 from benchmarks.report import Row, print_table, say, write_results
 from deltasync.feed.fetch import fetch
 from deltasync.feed.log import Log
-from deltasync.feed.replay import load
 from deltasync.feed.writer import Writer
 from deltasync.format.digest import StateDigest
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.weights import Weights
+from deltasync.state import load
 from deltasync.store import open_store
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store

@@ -21,7 +21,7 @@ from benchmarks.data.files import read_pair, write_checkpoint
 from benchmarks.data.pair import Pair
 from benchmarks.data.smol import DEFAULT_OUT
 from deltasync.feed.log import Log
-from deltasync.feed.replay import load
+from deltasync.state import load
 from deltasync.store import open_store
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -30,12 +30,7 @@ if TYPE_CHECKING:
         RankError,
         StoreError,
     )
-    from deltasync.feed.compact import compact
     from deltasync.feed.pins import pin, pins, unpin
-    from deltasync.feed.prune import Pruning, Retention, plan_prune, prune
-    from deltasync.feed.relay import Relayed, relay
-    from deltasync.feed.replay import restore
-    from deltasync.feed.verify import Verification, verify
     from deltasync.format.digest import StateDigest
     from deltasync.format.manifest import BaseRef, Manifest
     from deltasync.format.sealed import Pin
@@ -52,6 +47,11 @@ if TYPE_CHECKING:
     from deltasync.trainer.events import Publication, PublishEvent
     from deltasync.trainer.metrics import PublisherMetrics
     from deltasync.trainer.publisher import PublisherOptions
+    from deltasync.upkeep.compact import compact
+    from deltasync.upkeep.prune import Pruning, Retention, plan_prune, prune
+    from deltasync.upkeep.relay import Relayed, relay
+    from deltasync.upkeep.restore import restore
+    from deltasync.upkeep.verify import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -121,12 +121,12 @@ _MODULES = {
         "RankError",
         "StoreError",
     ),
-    "deltasync.feed.compact": ("compact",),
+    "deltasync.upkeep.compact": ("compact",),
     "deltasync.feed.pins": ("pin", "pins", "unpin"),
-    "deltasync.feed.prune": ("Pruning", "Retention", "plan_prune", "prune"),
-    "deltasync.feed.relay": ("Relayed", "relay"),
-    "deltasync.feed.replay": ("restore",),
-    "deltasync.feed.verify": ("Verification", "verify"),
+    "deltasync.upkeep.prune": ("Pruning", "Retention", "plan_prune", "prune"),
+    "deltasync.upkeep.relay": ("Relayed", "relay"),
+    "deltasync.upkeep.restore": ("restore",),
+    "deltasync.upkeep.verify": ("Verification", "verify"),
     "deltasync.format.digest": ("StateDigest",),
     "deltasync.format.manifest": ("BaseRef", "Manifest"),
     "deltasync.format.sealed": ("Pin",),

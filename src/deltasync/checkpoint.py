@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,16 +262,14 @@ def map_files(files: Sequence[CheckpointFile], *, writable: bool, is_synced_soon
 SHARD_BYTES = 5_000_000_000
 """The size at which a new checkpoint is split into files: the default of transformers."""
 
-Fill = Callable[[Weights], None]
-"""Overwrites the weights of a checkpoint that is not visible yet."""
-
 _OTHER_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt"})
 _HINT_OUT = "choose an output that does not exist yet"
 _HINT_SPACE = "free some space, or choose another output"
 
 
-def write_checkpoint_like(checkpoint: Checkpoint, out: str | os.PathLike[str], fill: Fill) -> None:
-    """A copy of `checkpoint` at `out` whose weights `fill` overwrites before it becomes visible.
+@contextmanager
+def copied_checkpoint(checkpoint: Checkpoint, out: str | os.PathLike[str]) -> Iterator[Weights]:
+    """The weights of a copy of `checkpoint`, to be overwritten in the block. The copy appears at `out` after it.
 
     `out` appears whole or not at all. Everything else in the folder (configuration, tokenizer) is copied too, but not
     weights that the checkpoint does not consist of, such as the same model in another format: they would be stale.
@@ -287,13 +285,17 @@ def write_checkpoint_like(checkpoint: Checkpoint, out: str | os.PathLike[str], f
         else:
             copy_file(checkpoint.path, temporary)
             copies = [temporary]
-        _fill([CheckpointFile(p, f.header) for p, f in zip(copies, checkpoint.files, strict=True)], fill)
+        copied = [CheckpointFile(p, f.header) for p, f in zip(copies, checkpoint.files, strict=True)]
+        mapped = map_files(copied, writable=True, is_synced_soon=True)
+        yield mapped.weights
+        mapped.flush()
 
 
-def write_checkpoint(layout: Layout, files: Mapping[str, bytes], out: str | os.PathLike[str], fill: Fill) -> None:
-    """A new checkpoint folder at `out` of the given layout, with `files` beside the weights; `fill` gives the weights.
+@contextmanager
+def new_checkpoint(layout: Layout, files: Mapping[str, bytes], out: str | os.PathLike[str]) -> Iterator[Weights]:
+    """The weights of a new checkpoint folder, zeros to be overwritten in the block. The folder appears after it.
 
-    `out` appears whole or not at all. The weights begin as zeros.
+    `out` appears whole or not at all, with `files` beside the weights.
     """
     target = Path(os.path.abspath(out))
     _require_free(target, is_folder=True)
@@ -303,7 +305,9 @@ def write_checkpoint(layout: Layout, files: Mapping[str, bytes], out: str | os.P
             for name, data in files.items():
                 write_companion(temporary, name, data)
             created = [create_file(temporary / name, specs) for name, specs in _named_shards(layout, temporary)]
-        _fill(created, fill)
+        mapped = map_files(created, writable=True, is_synced_soon=True)
+        yield mapped.weights
+        mapped.flush()
 
 
 _DEPTH_MAX = 64
@@ -385,12 +389,6 @@ def _appearing(target: Path, *, is_folder: bool) -> Iterator[Path]:
                 f"the output cannot be renamed to {target}: {error.strerror}", hint=_HINT_OUT
             ) from error
     sync_folder(target.parent)
-
-
-def _fill(files: list[CheckpointFile], fill: Fill) -> None:
-    mapped = map_files(files, writable=True, is_synced_soon=True)
-    fill(mapped.weights)
-    mapped.flush()
 
 
 def _named_shards(layout: Layout, folder: Path) -> list[tuple[str, list[TensorSpec]]]:

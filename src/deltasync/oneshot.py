@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from deltasync import blocks
-from deltasync.checkpoint import open_checkpoint, write_checkpoint_like
+from deltasync.checkpoint import copied_checkpoint, open_checkpoint
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.files import reader
 from deltasync.format.digest import StateDigest
@@ -82,9 +82,8 @@ def apply(
             raise InvalidInputError("with `out`, the old state must be a checkpoint path", hint="leave out `out`")
         checkpoint = open_checkpoint(old)
         _require_parent(checkpoint.weights, payload.header, old, progress)
-        write_checkpoint_like(
-            checkpoint, out, lambda target: _decode_into(target, checkpoint.weights, payload, progress)
-        )
+        with copied_checkpoint(checkpoint, out) as target:
+            _decode_into(target, checkpoint.weights, payload, progress)
         return {}
 
 

@@ -25,10 +25,10 @@ from support.servers import free_port
 from deltasync import Retention, verify
 from deltasync.checkpoint import open_checkpoint
 from deltasync.feed.log import Log
-from deltasync.feed.prune import plan_prune, prune
-from deltasync.feed.replay import load
 from deltasync.format import keys
+from deltasync.state import load
 from deltasync.store.local import LocalStore
+from deltasync.upkeep.prune import plan_prune, prune
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 

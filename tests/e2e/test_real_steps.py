@@ -16,11 +16,11 @@ from support import LONG_S, repeats
 from support.servers import missing, seaweed
 
 from benchmarks.publish_real import TIED, real_steps
-from deltasync.feed.replay import restore
-from deltasync.feed.verify import verify
 from deltasync.store import open_store
 from deltasync.store.protocol import Store
 from deltasync.torch.publisher import Publisher
+from deltasync.upkeep.restore import restore
+from deltasync.upkeep.verify import verify
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.soak]
 

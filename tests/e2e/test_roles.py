@@ -24,10 +24,10 @@ from support.servers import Server, role_environment, seaweed
 from deltasync.cli import main as cli
 from deltasync.errors import StoreError
 from deltasync.feed.log import Log
-from deltasync.feed.prune import Retention
 from deltasync.format import keys
 from deltasync.store import open_store
 from deltasync.trainer.anchoring import AnchorPolicy
+from deltasync.upkeep.prune import Retention
 
 pytestmark = pytest.mark.e2e
 

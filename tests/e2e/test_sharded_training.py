@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from deltasync.checkpoint import open_checkpoint
 from deltasync.feed.log import Log
-from deltasync.feed.replay import restore
-from deltasync.feed.verify import verify
 from deltasync.store.local import LocalStore
+from deltasync.upkeep.restore import restore
+from deltasync.upkeep.verify import verify
 
 pytestmark = pytest.mark.e2e
 

@@ -8,22 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.feeds import replay
 from support.helpers import State, changed, state, write_sharded
 
 from deltasync import blocks
 from deltasync.errors import StoreError
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
-from deltasync.feed.replay import load, replay
-from deltasync.feed.verify import Verification, verify
 from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.payload import PayloadHeader, write_payload
 from deltasync.format.weights import Weights
+from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Capabilities, Data, Store
 from deltasync.trainer.checkpoint import publish as publish_checkpoint
+from deltasync.upkeep.verify import Verification, verify
 
 _folder = tempfile.TemporaryDirectory(prefix="deltasync-checkpoints-")
 

@@ -25,12 +25,12 @@ from known import (
 from support.helpers import State
 
 from deltasync.errors import ConflictError, StoreError
-from deltasync.feed.prune import ORPHAN_S, Retention, plan_prune, prune
 from deltasync.format import keys
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at, at_random
 from deltasync.trainer import version as anchors
+from deltasync.upkeep.prune import ORPHAN_S, Retention, plan_prune, prune
 
 
 @dataclass(frozen=True, slots=True)

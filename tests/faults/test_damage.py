@@ -7,19 +7,19 @@ from known import add_skip, change, copy_of, holds, manifests, nth, publish
 from support.helpers import State
 
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
-from deltasync.feed.fetch import fetch_files
+from deltasync.feed.files import fetch_files
 from deltasync.feed.log import Log
-from deltasync.feed.prune import Pruning, Retention, plan_prune, prune
-from deltasync.feed.replay import load
-from deltasync.feed.verify import Verification, verify
 from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.weights import Weights
+from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Fault, FaultyStore, at
 from deltasync.trainer import version as anchors
+from deltasync.upkeep.prune import Pruning, Retention, plan_prune, prune
+from deltasync.upkeep.verify import Verification, verify
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -125,8 +125,8 @@ class Countdown:
 
 PLACES = {
     "blocks of an anchor": (blocks, "restore_block"),
-    "writes to the mirror": (mirror, "overwrite"),
-    "notes beside it": (mirror.Mirror, "_note"),
+    "writes to the mirror": (blocks, "overwrite"),
+    "notes beside it": (mirror.MappedState, "_note"),
     "files of the folder": (FolderTarget, "stage"),
     "switches": (FolderTarget, "commit"),
 }
@@ -253,7 +253,7 @@ def test_a_store_that_dies_in_the_middle_of_an_anchor(feed: Feed) -> None:
         while len(store.operations) < count + 30:
             is_back.wait(0.001)
         assert target.version is None
-        done = set(replica._mirror._record.applied)
+        done = set(replica._mirror._written)
         before = len(fetched(store))
         is_back.set()
         moves.await_version(0)

@@ -13,8 +13,8 @@ from support.replicas import Moves, TorchTarget, follower, following, wait_until
 from training import Run
 
 from deltasync.feed.log import Log
-from deltasync.feed.replay import load
 from deltasync.format.layout import Layout
+from deltasync.state import load
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store

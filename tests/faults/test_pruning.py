@@ -22,14 +22,13 @@ from known import (
     require_exact,
     widened,
 )
+from support.feeds import replay
 from support.helpers import State, write_sharded
 
 from deltasync.errors import StoreError
 from deltasync.feed.log import LIVE_S, Log
 from deltasync.feed.pins import pin
 from deltasync.feed.plan import plan
-from deltasync.feed.prune import Pruner, Retention, plan_prune, prune
-from deltasync.feed.replay import replay
 from deltasync.format import keys
 from deltasync.format.sealed import FloorRecord, Heartbeat
 from deltasync.format.weights import Weights
@@ -38,6 +37,7 @@ from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store, WrapperStore
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
 from deltasync.trainer.checkpoint import publish as publish_checkpoint
+from deltasync.upkeep.prune import Pruner, Retention, plan_prune, prune
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,10 +14,10 @@ from support import LONG_S, repeats
 from training import CHECKPOINT_STEPS, Run, hashes, run
 
 from deltasync.feed.log import Log
-from deltasync.feed.replay import load
-from deltasync.feed.verify import verify
 from deltasync.format.weights import Weights
+from deltasync.state import load
 from deltasync.store.local import LocalStore
+from deltasync.upkeep.verify import verify
 
 KILLS = repeats(10, soak=100)
 LONGEST_LIFE_S = 1.0

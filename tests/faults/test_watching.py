@@ -7,20 +7,21 @@ from pathlib import Path
 import pytest
 from known import add_skip, copy_of, head_of, holds, nth, publish, require_whole, widened
 from safetensors.numpy import load_file
-from support.feeds import WatchedStore
+from support.feeds import WatchedStore, replay
 from support.helpers import State, same_bits
 
 from deltasync.errors import NotFoundError
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
-from deltasync.feed.prune import Retention, plan_prune, prune
-from deltasync.feed.replay import load, replay, restore
-from deltasync.feed.verify import verify
 from deltasync.format.weights import Weights
+from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
 from deltasync.trainer import version as anchors
+from deltasync.upkeep.prune import Retention, plan_prune, prune
+from deltasync.upkeep.restore import restore
+from deltasync.upkeep.verify import verify
 
 
 class Replica:

@@ -31,7 +31,6 @@ from support.helpers import State
 
 from deltasync.errors import ConflictError, StoreError
 from deltasync.feed.log import Log
-from deltasync.feed.prune import Retention, plan_prune, prune
 from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.sealed import LeaseRecord
@@ -40,6 +39,7 @@ from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store
 from deltasync.testing.faulty import FaultyStore, Operation
+from deltasync.upkeep.prune import Retention, plan_prune, prune
 
 TOTAL = 200
 FOLDER = Path(__file__).parent

@@ -19,14 +19,11 @@ from support.helpers import changed, coo_payload, safetensors_bytes, shard_paylo
 
 import deltasync
 from deltasync import blocks
-from deltasync.checkpoint import open_checkpoint, write_checkpoint
+from deltasync.checkpoint import new_checkpoint, open_checkpoint
 from deltasync.codecs.exp import read_steps
 from deltasync.errors import CorruptError, DeltasyncError
-from deltasync.feed.fetch import fetch_files
+from deltasync.feed.files import fetch_files
 from deltasync.feed.log import Log
-from deltasync.feed.prune import Retention, plan_prune
-from deltasync.feed.replay import load
-from deltasync.feed.verify import verify
 from deltasync.format import keys, limits
 from deltasync.format.companions import read_files, write_files
 from deltasync.format.digest import StateDigest
@@ -43,7 +40,10 @@ from deltasync.kernels import available
 from deltasync.kernels import load as load_kernels
 from deltasync.replica.folder import RECORD_NAME, FolderTarget
 from deltasync.replica.mirror import MirrorRecord
+from deltasync.state import load
 from deltasync.store.memory import MemoryStore
+from deltasync.upkeep.prune import Retention, plan_prune
+from deltasync.upkeep.verify import verify
 
 from .mutations import Mutator
 from .seeds import ABSOLUTE, KINDS, NARROW, PLANES, Head, elements
@@ -158,7 +158,8 @@ def read_companions(data: bytes) -> object:
     """Read them, and write them into a checkpoint: nothing may appear beside its folder."""
     files = read_files(data)
     with tempfile.TemporaryDirectory() as home:
-        write_checkpoint(Layout.of([]), files, Path(home, "out"), lambda weights: None)
+        with new_checkpoint(Layout.of([]), files, Path(home, "out")):
+            pass
         found = [p.relative_to(Path(home, "out")).as_posix() for p in Path(home).rglob("*") if p.is_file()]
         require(sorted(found) == sorted([*files, "model.safetensors"]), "other files were written than were read")
     return sorted(files)

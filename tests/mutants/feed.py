@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant(
         name="state-digest-unchecked",
         harm="A restored checkpoint is written although it is not the version that the trainer committed.",
-        path="src/deltasync/feed/replay.py",
+        path="src/deltasync/feed/route.py",
         old="    if digest != edge.manifest.digest:\n",
         new="    if digest is None:\n",
         killers=("tests/unit/test_feed_bases.py::test_another_base",),
@@ -87,7 +87,7 @@ MUTANTS = (
     Mutant(
         name="code-without-trust",
         harm="A restored folder has Python files and pickles of a stranger, which run when the model is loaded.",
-        path="src/deltasync/feed/fetch.py",
+        path="src/deltasync/feed/files.py",
         old="    code = [] if trust_code else [path for path in files if can_run_code(path)]\n",
         new="    code: list[str] = []\n",
         killers=("tests/unit/test_feed_restore.py::test_files_that_can_run_code_are_written_only_on_request",),
@@ -335,7 +335,7 @@ MUTANTS = (
     Mutant(
         name="prune-deletes-what-is-needed",
         harm="`prune` deletes the configuration and tokenizer that the versions it keeps still name.",
-        path="src/deltasync/feed/prune.py",
+        path="src/deltasync/upkeep/prune.py",
         old="    files = _files(edge.manifest for edge in gone) - needed\n",
         new="    files = _files(edge.manifest for edge in gone)\n",
         killers=("tests/unit/test_feed_pins.py::test_the_cheapest_way_to_a_pinned_version_is_kept",),
@@ -343,7 +343,7 @@ MUTANTS = (
     Mutant(
         name="prune-remembers-a-feed-that-was-replaced",
         harm="After a roll-back a pruner that runs on takes payloads of new versions for orphans, and deletes them.",
-        path="src/deltasync/feed/survey.py",
+        path="src/deltasync/upkeep/survey.py",
         old="            if version is not None and version >= self.first and by_key.get(key) != item:\n",
         new="            if version is not None and version < 0:\n",
         killers=("tests/unit/test_feed_retention.py::test_a_feed_that_was_replaced_is_read_anew",),
@@ -351,7 +351,7 @@ MUTANTS = (
     Mutant(
         name="prune-forgets-what-a-pin-needs",
         harm="A pruner that runs for long no longer knows the versions that a pin needs, and deletes them.",
-        path="src/deltasync/feed/survey.py",
+        path="src/deltasync/upkeep/survey.py",
         old="            is_settled = version is not None and version < self.first and version not in needed\n",
         new="            is_settled = version is not None and version < self.first\n",
         killers=("tests/unit/test_feed_retention.py::test_what_is_remembered_leads_to_the_same_plan",),
@@ -359,7 +359,7 @@ MUTANTS = (
     Mutant(
         name="prune-reads-too-little",
         harm="On a long feed `prune` takes payloads of versions that it did not read for orphans, and deletes them.",
-        path="src/deltasync/feed/survey.py",
+        path="src/deltasync/upkeep/survey.py",
         old="    settled_unix_s = max(newest.modified_unix_s, young_unix_s)\n",
         new="    settled_unix_s = 0.0\n",
         killers=("tests/unit/test_feed_prune.py::test_old_versions_that_are_not_read_make_no_difference",),
@@ -367,7 +367,7 @@ MUTANTS = (
     Mutant(
         name="prune-leaves-out-a-base",
         harm="`prune` refuses a long copy whose pinned versions are built on a base, which grows without end.",
-        path="src/deltasync/feed/survey.py",
+        path="src/deltasync/upkeep/survey.py",
         old="manifest.parent is not None and manifest.parent <= version and",
         new="manifest.parent == -1 and",
         killers=("tests/unit/test_feed_prune.py::test_a_base_that_stored_changes_lead_from_is_read",),
@@ -375,7 +375,7 @@ MUTANTS = (
     Mutant(
         name="prune-forgets-pins",
         harm="`prune` deletes a version that was pinned to be kept for good.",
-        path="src/deltasync/feed/prune.py",
+        path="src/deltasync/upkeep/prune.py",
         old="        (gone if _goes(edge, floor, oldest) and edge.key not in pinned else kept).append(edge)\n",
         new="        (gone if _goes(edge, floor, oldest) else kept).append(edge)\n",
         killers=("tests/unit/test_feed_pins.py::test_a_pinned_version_stays_and_little_else",),
@@ -383,7 +383,7 @@ MUTANTS = (
     Mutant(
         name="pin-behind-a-prune",
         harm="A version that is pinned while a prune deletes it counts as kept, and is lost.",
-        path="src/deltasync/feed/prune.py",
+        path="src/deltasync/upkeep/prune.py",
         old="    needed = _pinned_since(log, pruning)\n",
         new="    needed = set[str]()\n",
         killers=("tests/unit/test_feed_pins.py::test_a_pin_between_any_two_operations_of_a_prune",),
@@ -399,7 +399,7 @@ MUTANTS = (
     Mutant(
         name="prune-forgets-live-replicas",
         harm="A live replica that is behind loses the deltas that it is about to fetch.",
-        path="src/deltasync/feed/prune.py",
+        path="src/deltasync/upkeep/prune.py",
         old="    return is_given_up(edge, floor) and (edge.start is None or edge.start < oldest)\n",
         new="    return is_given_up(edge, floor)\n",
         killers=("tests/unit/test_feed_prune.py::test_live_replicas_keep_the_deltas_that_they_need",),
@@ -407,7 +407,7 @@ MUTANTS = (
     Mutant(
         name="prune-reads-the-clock-late",
         harm="A pruner that sleeps for a day while it plans takes a payload of a commit in progress for an orphan.",
-        path="src/deltasync/feed/prune.py",
+        path="src/deltasync/upkeep/prune.py",
         old="orphans_before_unix_s=started_unix_s - ORPHAN_S)\n",
         new="orphans_before_unix_s=clock() - ORPHAN_S)\n",
         killers=("tests/unit/test_sleeping_processes.py::test_a_pruner_that_sleeps_while_it_plans",),
@@ -415,7 +415,7 @@ MUTANTS = (
     Mutant(
         name="prune-trusts-an-old-look",
         harm="A pruner that sleeps between a listing and its deletion deletes a payload that was committed meanwhile.",
-        path="src/deltasync/feed/prune.py",
+        path="src/deltasync/upkeep/prune.py",
         old="        if not is_older or abs(clock() - looked_unix_s) <= LOOK_S:\n            return is_older\n",
         new="        return is_older\n",
         killers=("tests/unit/test_sleeping_processes.py::test_a_pruner_that_sleeps_between_a_look_and_its_deletion",),
@@ -423,7 +423,7 @@ MUTANTS = (
     Mutant(
         name="prune-with-its-own-clock",
         harm="A pruner whose clock is a day ahead deletes payloads of commits in progress.",
-        path="src/deltasync/feed/prune.py",
+        path="src/deltasync/upkeep/prune.py",
         old="    before_unix_s = probe_clock(PatientStore(store, PATIENCE_S)) - ORPHAN_S if orphans else 0.0\n",
         new="    before_unix_s = clock() - ORPHAN_S if orphans else 0.0\n",
         killers=("tests/unit/test_sleeping_processes.py::test_a_pruner_whose_clock_is_ahead",),
@@ -431,7 +431,7 @@ MUTANTS = (
     Mutant(
         name="prune-deletes-what-was-committed",
         harm="A payload that a manifest names since the plan is deleted as an orphan: that version is lost.",
-        path="src/deltasync/feed/prune.py",
+        path="src/deltasync/upkeep/prune.py",
         old="        if key not in wanted and not is_stopping() and ",
         new="        if ",
         killers=(
@@ -441,7 +441,7 @@ MUTANTS = (
     Mutant(
         name="relay-into-another-run",
         harm="A relay writes into the feed of another run.",
-        path="src/deltasync/feed/relay.py",
+        path="src/deltasync/upkeep/relay.py",
         old="        if (ours is None and versions) or (ours is not None and ours.feed != record.feed):\n",
         new="        if ours is None and versions:\n",
         killers=("tests/unit/test_feed_relay.py::test_a_feed_of_another_run_is_refused_before_anything_is_written",),
@@ -449,7 +449,7 @@ MUTANTS = (
     Mutant(
         name="relay-without-a-floor",
         harm="Versions that a relay left out count as lost, and nothing says why replicas cannot have them.",
-        path="src/deltasync/feed/relay.py",
+        path="src/deltasync/upkeep/relay.py",
         old="            self._raise_floor(edge.end)\n",
         new="            self._raise_floor(0)\n",
         killers=("tests/unit/test_feed_relay.py::test_a_new_destination_begins_with_the_cheapest_plan",),
@@ -457,7 +457,7 @@ MUTANTS = (
     Mutant(
         name="relay-shares-the-floor-of-the-pruner",
         harm="A pruner that is slow lowers the floor of a copy, and versions that were left out count as lost.",
-        path="src/deltasync/feed/relay.py",
+        path="src/deltasync/upkeep/relay.py",
         old="            store.put(keys.COPY, FloorRecord(version).to_bytes())\n",
         new="            store.put(keys.FLOOR, FloorRecord(version).to_bytes())\n",
         killers=("tests/unit/test_feed_relay.py::test_a_slow_pruner_does_not_lower_the_floor_that_a_relay_has_raised",),
@@ -465,7 +465,7 @@ MUTANTS = (
     Mutant(
         name="failing-upkeep-looks-well",
         harm="A relay, pruner or compactor that fails has no failure in its metrics, and is ready.",
-        path="src/deltasync/feed/upkeep.py",
+        path="src/deltasync/upkeep/stats.py",
         old='            self.error = f"{type(error).__name__}: {error}"\n',
         new="            self.error = None\n",
         killers=("tests/unit/test_feed_metrics.py::test_a_compactor", "tests/unit/test_feed_metrics.py::test_a_pruner"),
@@ -473,7 +473,7 @@ MUTANTS = (
     Mutant(
         name="relay-shows-what-it-left-out",
         harm="A follower of a copy sees versions as the newest that nothing leads to.",
-        path="src/deltasync/feed/relay.py",
+        path="src/deltasync/upkeep/relay.py",
         old="        between = range(edge.end - 1, at, -1)\n",
         new="        between = range(at + 1, edge.end)\n",
         killers=("tests/unit/test_feed_relay.py::test_interrupted_at_every_operation",),
@@ -481,15 +481,15 @@ MUTANTS = (
     Mutant(
         name="verify-stops-at-a-skip",
         harm="`verify --deep` of a copy proves nothing behind versions that were left out.",
-        path="src/deltasync/feed/verify.py",
-        old='        elif held is not None and (edge.manifest.kind == "delta" or edge.key in self._bridges):\n',
-        new='        elif held is not None and edge.manifest.kind == "delta":\n',
+        path="src/deltasync/upkeep/verify.py",
+        old='        elif is_held and (edge.manifest.kind == "delta" or edge.key in self._bridges):\n',
+        new='        elif is_held and edge.manifest.kind == "delta":\n',
         killers=("tests/unit/test_feed_relay.py::test_far_behind_it_gets_skips_and_the_newest_anchor",),
     ),
     Mutant(
         name="verify-is-clean-without-versions",
         harm="`verify` ends with 0 where no version can be restored.",
-        path="src/deltasync/feed/verify.py",
+        path="src/deltasync/upkeep/verify.py",
         old="    if head is None or floor <= head:\n        return contents\n",
         new="    if head is None or floor >= 0:\n        return contents\n",
         killers=("tests/unit/test_feed_verify.py::test_a_floor_above_the_head_hides_nothing",),

@@ -14,8 +14,8 @@ from support.replicas import TorchTarget, follower
 from support.strategies import random_change
 
 from deltasync.errors import NotFoundError
-from deltasync.feed.prune import Retention, plan_prune, prune
 from deltasync.format.weights import Weights
+from deltasync.upkeep.prune import Retention, plan_prune, prune
 
 ACTIONS = st.one_of(
     st.tuples(st.just("delta"), st.sampled_from([0.0, 0.001, 0.05, 0.5]), st.integers(0, 2**32)),

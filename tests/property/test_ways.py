@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import repeats
-from support.feeds import Feed, same_weights
+from support.feeds import Feed, replay, same_weights
 from support.helpers import state
 from support.strategies import MOVES, random_change
 
@@ -15,9 +15,9 @@ from deltasync import blocks
 from deltasync.errors import NotFoundError
 from deltasync.feed.log import manifest_key
 from deltasync.feed.plan import Edge, Plan, plan
-from deltasync.feed.replay import replay, zeros
 from deltasync.format import keys
 from deltasync.format.weights import Weights
+from deltasync.state import zeros
 
 VERSIONS_MAX = 6
 

@@ -13,17 +13,17 @@ import numpy as np
 from deltasync import blocks
 from deltasync.blocks import overwrite
 from deltasync.errors import DeltasyncError, MismatchError, StoreError
-from deltasync.feed import compact
 from deltasync.feed.log import Log
-from deltasync.feed.prune import Retention, plan_prune, prune
-from deltasync.feed.replay import load
-from deltasync.feed.verify import verify
 from deltasync.format.layout import Layout
 from deltasync.format.weights import Weights
 from deltasync.replica.follower import Follower
 from deltasync.replica.target import Damage, Staged
+from deltasync.state import load
 from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.upkeep import compact
+from deltasync.upkeep.prune import Retention, plan_prune, prune
+from deltasync.upkeep.verify import verify
 
 from .referee import TargetError, same_bits
 from .scheduler import ROUTINE, Death

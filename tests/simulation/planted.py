@@ -9,16 +9,19 @@ from unittest import mock
 
 from deltasync.blocks import encode_changes
 from deltasync.errors import ConflictError
-from deltasync.feed import prune, writer
-from deltasync.feed.writer import Lease, Writer
+from deltasync.feed.log import Log
+from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.replica import mirror
 from deltasync.replica.proved import ProvedTarget
+from deltasync.state import Applied
+from deltasync.store.leased import LEASE_S, LeasedStore
 from deltasync.trainer import pipeline, publisher, version
 from deltasync.trainer.anchoring import PastWeights
 from deltasync.trainer.capture import in_blocks
 from deltasync.trainer.pipeline import Pipeline
 from deltasync.trainer.version import Metadata, Part, VersionWriter
+from deltasync.upkeep import prune
 
 from .scheduler import scheduler
 
@@ -79,24 +82,23 @@ def _own_clock(store: object) -> float:
     return scheduler().now_s + scheduler().current.process.clock_offset_s
 
 
-def _strict_lease(self: Lease) -> None:
+def _strict_lease(self: LeasedStore) -> None:
     held = self._read()
-    if held is None or held.writer != self._writer or held.expires_unix_s < int(self._clock()) + writer.LEASE_S:
+    if held is None or held.writer != self._writer or held.expires_unix_s < int(self._clock()) + LEASE_S:
         raise ConflictError("the lease has another time", key=keys.LEASE)
 
 
-def _trust_record(self: mirror.Mirror) -> None:
+def _trust_record(self: mirror.MappedState, log: Log, applied: Applied) -> None:
     """A mirror in a file is taken for what its record says."""
-    if self._is_open or self.path is None:
+    if self._is_open:
         return
     layout = mirror.mapped_layout(self.path)
     record = mirror._read_record(self.path)
     if layout is not None and record is not None:
         self.weights, named = mirror.mapped_weights(layout, self.path), record.writing or record.version
         if named is not None:
-            self._hold(named, self.log.read(named).digest)
+            self._hold(log.read(named))
     self._is_open = True
-    self.hand_off()
 
 
 def _patch(owner: object, name: str, value: object) -> Plant:
@@ -111,7 +113,7 @@ PLANTED: dict[str, Plant] = {
     "no read-back after a lost response": _patch(Writer, "_settle", _always_conflict),
     "lost commit not looked for": _patch(VersionWriter, "lost_commit", lambda self, parent, digest_delta: None),
     "shadow file trusted without its digest": _patch(publisher, "blocks", SimpleNamespace(digest=lambda w: _Equal())),
-    "mirror file trusted without its digest": _patch(mirror.Mirror, "open", _trust_record),
+    "mirror file trusted without its digest": _patch(mirror.MappedState, "open", _trust_record),
     "payloads not put again after a sleep": _patch(version, "LATE_S", math.inf),
     "orphans not listed again": _patch(prune, "_is_older", lambda *args: True),
     "changes for a target at another version": _patch(ProvedTarget, "_is_proved_at", lambda self, version: True),
@@ -119,7 +121,7 @@ PLANTED: dict[str, Plant] = {
     "captures not rebased": _patch(pipeline, "rebase", lambda layout, pending, sent, before: pending),
     "anchor of a shadow that moves": _patch(PastWeights, "note", lambda self, replaced: None),
     "last rank left out": _patch(Part, "total", classmethod(lambda cls, parts: _total(parts[:-1] or parts))),
-    "lease that knows only one thread": _patch(Lease, "_require_held", _strict_lease),
+    "lease that knows only one thread": _patch(LeasedStore, "_require_held", _strict_lease),
     "floor by versions alone": _patch(
         prune, "_floor", lambda contents, **keep: max(0, (contents.head or 0) - keep["keep_versions"] + 1)
     ),

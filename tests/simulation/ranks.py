@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from deltasync.errors import StoreError
 from deltasync.feed.plan import plan
-from deltasync.feed.replay import zeros
 from deltasync.feed.writer import Writer
 from deltasync.files import make_folder
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Bits, Weights
+from deltasync.state import zeros
 from deltasync.trainer.anchoring import AnchorBacklog, AnchorPolicy, Anchors
 from deltasync.trainer.capture import Shadow, capture, copy_into, lock_shadow, shadow_weights
 from deltasync.trainer.pipeline import FirstVersion, Pipeline

@@ -22,18 +22,20 @@ from deltasync.errors import (
     RankError,
     StoreError,
 )
-from deltasync.feed.fetch import fetch_files, fetch_payloads
+from deltasync.feed.fetch import fetch_payloads
+from deltasync.feed.files import fetch_files
 from deltasync.feed.log import LIVE_S, Log
 from deltasync.feed.plan import Edge
-from deltasync.feed.replay import apply_edge, load, zeros
-from deltasync.feed.survey import is_given_up, reachable
-from deltasync.feed.verify import verify
 from deltasync.feed.writer import LATE_S
 from deltasync.format import keys
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.sealed import FloorRecord, Heartbeat
 from deltasync.format.weights import Weights
+from deltasync.state import State as HeldState
+from deltasync.state import load, zeros
+from deltasync.upkeep.survey import is_given_up, reachable
+from deltasync.upkeep.verify import verify
 
 from .store import ERRORS, SimProcess
 
@@ -209,7 +211,8 @@ class Referee:
         if start is not None:
             weights = copied(self.versions[start].weights)
         try:
-            apply_edge(edge, fetch_payloads(self._world.objects, [edge.manifest]), weights)
+            for _ in HeldState(weights, scratch=True).take(edge, fetch_payloads(self._world.objects, [edge.manifest])):
+                pass
             fetch_files(self._world.objects, edge.manifest)
         except DeltasyncError as error:
             self._world.fail("commit.bits", f"{edge.key} cannot be applied: {error}")

@@ -13,17 +13,17 @@ from deltasync import blocks
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import DeltasyncError
 from deltasync.feed.log import Log
-from deltasync.feed.replay import load
-from deltasync.feed.verify import verify
 from deltasync.format import keys
 from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Weights
 from deltasync.replica.folder import _recorded
+from deltasync.state import load
 from deltasync.store import open_store
 from deltasync.store.protocol import Store
 from deltasync.torch.tensors import host_bits
+from deltasync.upkeep.verify import verify
 
 from .processes import Life, MiB, Sample, grows, wait_until
 from .system import System

@@ -15,14 +15,16 @@ from deltasync.blocks import detect
 from deltasync.codecs import exp
 from deltasync.errors import DeltasyncError
 from deltasync.feed.log import Log, manifest_key
-from deltasync.feed.replay import load
-from deltasync.feed.verify import verify
+from deltasync.feed.plan import Plan
+from deltasync.feed.route import Route
 from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef
 from deltasync.format.payload import Block, PayloadHeader, write_payload
 from deltasync.format.weights import Weights
+from deltasync.state import State as HeldState
+from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store, WrapperStore
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, never
@@ -30,12 +32,18 @@ from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.version import put_anchor
+from deltasync.upkeep.verify import verify
 
 from . import LONG_S
 from .helpers import State, changed, sha256, state
 
 LAYOUT_SHA256 = "ab" * 32
 NOW_UNIX_S = 1_700_000_000
+
+
+def replay(log: Log, plan: Plan, weights: Weights) -> None:
+    """Overwrite weights that hold the start of a plan with its end, and prove them."""
+    HeldState(weights, scratch=True).follow(Route(log, log.read(plan.edges[-1].end)), plan)
 
 
 class SpyStore(MemoryStore):

@@ -29,10 +29,10 @@ from transformers import (
 )
 
 from deltasync.checkpoint import companion_files, open_checkpoint
-from deltasync.feed.replay import restore
 from deltasync.store import open_store
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.publisher import PublisherOptions
+from deltasync.upkeep.restore import restore
 
 from . import LONG_S, processes
 from .servers import Server, free_port, missing

@@ -10,20 +10,22 @@ from support.feeds import Feed, paper
 from support.helpers import resealed
 
 from deltasync.errors import CorruptError, DeltasyncError
-from deltasync.feed.fetch import PART_BYTES, fetch, fetch_files
+from deltasync.feed.fetch import PART_BYTES, fetch
+from deltasync.feed.files import fetch_files
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
-from deltasync.feed.prune import Retention, plan_prune
-from deltasync.feed.replay import load, open_start
-from deltasync.feed.verify import verify
+from deltasync.feed.route import Route
 from deltasync.feed.writer import Writer
 from deltasync.format import keys, limits
 from deltasync.format.layout import DTYPES, TensorSpec
 from deltasync.format.manifest import PayloadRef
 from deltasync.format.payload import INDEX_NAME, Payload
 from deltasync.format.safetensors import header_bytes
+from deltasync.state import load
 from deltasync.store.leased import LeasedStore
 from deltasync.store.memory import MemoryStore
+from deltasync.upkeep.prune import Retention, plan_prune
+from deltasync.upkeep.verify import verify
 
 HUGE_BYTES = 1 << 43
 """Far more than any machine of a test has."""
@@ -158,7 +160,7 @@ def test_an_anchor_that_promises_more_than_it_has() -> None:
     store.put(keys.version_key(0), resealed(store.get(keys.version_key(0)), {"payloads": [ref]}))
     head = feed.log.read(0)
     with peak_below(16 << 20), pytest.raises(Exception, match=r"safetensors\.truncated|payload\.size"):
-        open_start(feed.log, plan(feed.log, head))
+        Route(feed.log, head).open(plan(feed.log, head).edges[0])
     with peak_below(16 << 20), pytest.raises(DeltasyncError):
         load(feed.log, head)
 

@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 from support.helpers import safetensors_bytes, same_bits, state, write_sharded
 
-from deltasync.checkpoint import Checkpoint, mapped_weights, open_checkpoint, write_checkpoint, write_checkpoint_like
+from deltasync.checkpoint import Checkpoint, copied_checkpoint, mapped_weights, new_checkpoint, open_checkpoint
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, NotFoundError
 from deltasync.format.safetensors import header_bytes
 from deltasync.format.weights import Weights
@@ -69,7 +69,8 @@ def test_misaligned_tensors_are_copied_and_written_back(tmp_path: Path) -> None:
         for array in target.arrays:
             array += array.dtype.type(1)
 
-    write_checkpoint_like(checkpoint, tmp_path / "n.safetensors", fill)
+    with copied_checkpoint(checkpoint, tmp_path / "n.safetensors") as weights:
+        fill(weights)
     expected = {n: (a.view(f"<u{a.itemsize}") + 1).astype(f"<u{a.itemsize}").view(a.dtype) for n, a in tensors.items()}
     assert holds(open_checkpoint(tmp_path / "n.safetensors"), expected)
     assert holds(open_checkpoint(path), tensors)
@@ -91,7 +92,8 @@ def test_runs_are_written_to_mapped_files(tmp_path: Path, pad: int) -> None:
             whole = np.array([[ordinal, 1, len(array) - 1]]) if len(array) > 1 else np.empty((0, 3), np.int64)
             target.write(whole, changed.arrays[ordinal][1:])
 
-    write_checkpoint_like(open_checkpoint(tmp_path / "m.safetensors"), tmp_path / "n.safetensors", fill)
+    with copied_checkpoint(open_checkpoint(tmp_path / "m.safetensors"), tmp_path / "n.safetensors") as weights:
+        fill(weights)
     assert equal(open_checkpoint(tmp_path / "n.safetensors").weights, changed)
 
 
@@ -133,7 +135,8 @@ def test_a_folder_is_copied_with_all_that_belongs_to_it(tmp_path: Path) -> None:
     (source / ".git" / "HEAD").write_text("x")
     (source / "dangling").symlink_to("nowhere")
     checkpoint = open_checkpoint(source)
-    write_checkpoint_like(checkpoint, out, bump)
+    with copied_checkpoint(checkpoint, out) as weights:
+        bump(weights)
     found = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file())
     shards = [f.path.name for f in checkpoint.files]
     assert found == sorted(["config.json", "empty.txt", INDEX, "sub/config.json", *shards])
@@ -155,7 +158,8 @@ def test_links_as_in_the_hub_cache(tmp_path: Path) -> None:
     before = {p.name: p.read_bytes() for p in blobs.iterdir()}
     checkpoint = open_checkpoint(linked)
     assert holds(checkpoint, state())
-    write_checkpoint_like(checkpoint, tmp_path / "new", bump)
+    with copied_checkpoint(checkpoint, tmp_path / "new") as weights:
+        bump(weights)
     assert not any(p.is_symlink() for p in (tmp_path / "new").iterdir())
     assert {p.name: p.read_bytes() for p in blobs.iterdir()} == before
 
@@ -173,8 +177,8 @@ def test_a_failing_callback_leaves_nothing(tmp_path: Path, error: type[BaseExcep
         bump(target)
         raise error
 
-    with pytest.raises(error):
-        write_checkpoint_like(open_checkpoint(source), tmp_path / "new", fill)
+    with pytest.raises(error), copied_checkpoint(open_checkpoint(source), tmp_path / "new") as weights:
+        fill(weights)
     assert [p.name for p in tmp_path.iterdir()] == [source.name]
     assert holds(open_checkpoint(source), state())
 
@@ -182,9 +186,8 @@ def test_a_failing_callback_leaves_nothing(tmp_path: Path, error: type[BaseExcep
 def test_the_output_is_not_there_while_it_is_filled(tmp_path: Path) -> None:
     write_sharded(tmp_path / "old", state())
     seen: list[bool] = []
-    write_checkpoint_like(
-        open_checkpoint(tmp_path / "old"), tmp_path / "new", lambda w: seen.append((tmp_path / "new").exists())
-    )
+    with copied_checkpoint(open_checkpoint(tmp_path / "old"), tmp_path / "new"):
+        seen.append((tmp_path / "new").exists())
     assert seen == [False]
 
 
@@ -198,7 +201,8 @@ def test_every_name_is_on_disk_before_the_output_has_its_own(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "fsync", note)
     files = {"config.json": b"{}", "a/b/c.json": b"{}"}
-    write_checkpoint(Weights.of(state()).layout, files, tmp_path / "out", lambda weights: None)
+    with new_checkpoint(Weights.of(state()).layout, files, tmp_path / "out"):
+        pass
     temporary = os.path.dirname(synced[0])
     inside = {os.path.relpath(path, temporary) for path in synced[:-1]}
     assert inside == {".", "a", "a/b", "a/b/c.json", "config.json", "model.safetensors"}
@@ -211,13 +215,14 @@ def test_outputs_that_are_taken(tmp_path: Path) -> None:
     folder = open_checkpoint(tmp_path / "old")
     single = open_checkpoint(folder.files[0].path)
     for checkpoint, out in ((folder, "old"), (folder, "file"), (single, "old"), (folder, "no/such/place")):
-        with pytest.raises(InvalidInputError) as caught:
-            write_checkpoint_like(checkpoint, tmp_path / out, bump)
+        with pytest.raises(InvalidInputError) as caught, copied_checkpoint(checkpoint, tmp_path / out) as weights:
+            bump(weights)
         assert caught.value.hint
     assert (tmp_path / "file").read_text() == "precious"
     assert holds(open_checkpoint(tmp_path / "old"), state())
     (tmp_path / "empty").mkdir()
-    write_checkpoint_like(folder, tmp_path / "empty", bump)
+    with copied_checkpoint(folder, tmp_path / "empty") as weights:
+        bump(weights)
     assert (tmp_path / "empty" / "config.json").exists()
 
 
@@ -225,7 +230,8 @@ def test_a_single_file_may_replace_itself(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(safetensors_bytes(state()))
     old = open_checkpoint(path)
-    write_checkpoint_like(old, path, bump)
+    with copied_checkpoint(old, path) as weights:
+        bump(weights)
     assert holds(old, state()), "the open checkpoint still shows the old file"
     assert not holds(open_checkpoint(path), state())
 
@@ -338,8 +344,9 @@ ODD_FILES: dict[str, dict[str, bytes]] = {
 
 @pytest.mark.parametrize("files", ODD_FILES.values(), ids=ODD_FILES.keys())
 def test_paths_that_leave_no_place_for_a_file(files: dict[str, bytes], tmp_path: Path) -> None:
-    with pytest.raises(CorruptError, match="cannot be a file beside the weights") as caught:
-        write_checkpoint(Weights.of(state()).layout, files, tmp_path / "out", lambda weights: None)
+    refused = pytest.raises(CorruptError, match="cannot be a file beside the weights")
+    with refused as caught, new_checkpoint(Weights.of(state()).layout, files, tmp_path / "out"):
+        pass
     assert caught.value.rule == "files.path"
     assert list(tmp_path.iterdir()) == []
 
@@ -352,7 +359,8 @@ def test_a_new_checkpoint_has_space_for_all_of_its_weights(tmp_path: Path) -> No
     def fill(weights: Weights) -> None:
         seen.extend(path.stat().st_blocks * 512 for path in tmp_path.rglob("model.safetensors"))
 
-    write_checkpoint(layout, {}, tmp_path / "out", fill)
+    with new_checkpoint(layout, {}, tmp_path / "out") as weights:
+        fill(weights)
     assert seen[0] >= layout.nbytes
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors"]
 
@@ -365,7 +373,8 @@ def test_a_sparse_source_has_space_in_its_copy(tmp_path: Path) -> None:
         file.truncate(len(head) + (1 << 22))
     seen: list[int] = []
     fill = lambda weights: seen.extend(p.stat().st_blocks * 512 for p in tmp_path.glob(".*.tmp"))  # noqa: E731
-    write_checkpoint_like(open_checkpoint(source), tmp_path / "out.safetensors", fill)
+    with copied_checkpoint(open_checkpoint(source), tmp_path / "out.safetensors") as weights:
+        fill(weights)
     assert seen[0] >= 1 << 22
 
 

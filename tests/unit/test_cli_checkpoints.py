@@ -547,7 +547,7 @@ sys.meta_path.insert(0, Interrupter())
 """
 
 
-@pytest.mark.parametrize("module", ["deltasync.cli.main", "numpy", "deltasync.cli.feeds", "deltasync.feed.verify"])
+@pytest.mark.parametrize("module", ["deltasync.cli.main", "numpy", "deltasync.cli.feeds", "deltasync.upkeep.verify"])
 def test_an_interrupt_while_modules_are_imported(tmp_path: Path, module: str) -> None:
     (tmp_path / "run.py").write_text(f"{INTERRUPTER}\nfrom deltasync.__main__ import main\nsys.exit(main())\n")
     environment = {**os.environ, "INTERRUPT_AT": module}

@@ -22,15 +22,15 @@ import deltasync
 from deltasync.cli import main as cli
 from deltasync.cli.feeds import base_ref
 from deltasync.cli.units import ranges_text, size_text, time_text
-from deltasync.feed.compact import Compactor
 from deltasync.feed.log import Log
-from deltasync.feed.relay import Relay, Relayed
-from deltasync.feed.survey import ORPHAN_S
 from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.sealed import Heartbeat
 from deltasync.store.local import LocalStore
+from deltasync.upkeep.compact import Compactor
+from deltasync.upkeep.relay import Relay, Relayed
+from deltasync.upkeep.survey import ORPHAN_S
 
 Out = pytest.CaptureFixture[str]
 

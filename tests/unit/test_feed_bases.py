@@ -12,9 +12,10 @@ from support.helpers import changed, state, write_sharded
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import DeltasyncError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.plan import Edge
-from deltasync.feed.replay import open_base, restore
+from deltasync.feed.route import open_base
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef
+from deltasync.upkeep.restore import restore
 
 
 @pytest.fixture

@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.feeds import Feed, NoFenceStore, SpyStore, flip, same_weights
+from support.feeds import Feed, NoFenceStore, SpyStore, flip, replay, same_weights
 from support.helpers import changed, state
 
 from deltasync import compact, verify
 from deltasync.errors import CorruptError, InvalidInputError, NotFoundError, StoreError
-from deltasync.feed.compact import Compactor
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
-from deltasync.feed.prune import ORPHAN_S, Retention, plan_prune, prune
-from deltasync.feed.replay import replay, zeros
 from deltasync.feed.writer import LATE_S
 from deltasync.format import keys
 from deltasync.format.weights import Weights
+from deltasync.state import zeros
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
+from deltasync.upkeep.compact import Compactor
+from deltasync.upkeep.prune import ORPHAN_S, Retention, plan_prune, prune
 
 LEVELS = (2, 4)
 

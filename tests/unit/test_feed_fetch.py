@@ -13,13 +13,13 @@ from support.helpers import anchor_blocks, state
 from deltasync import blocks
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
 from deltasync.feed import fetch
-from deltasync.feed.replay import load
 from deltasync.format import keys
 from deltasync.format.companions import write_files
 from deltasync.format.digest import layout_digest
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.payload import PayloadHeader, write_payload
 from deltasync.format.weights import Weights
+from deltasync.state import load
 
 
 def two_ranks() -> tuple[Feed, Weights, list[list[Any]]]:

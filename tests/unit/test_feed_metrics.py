@@ -7,18 +7,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.feeds import Feed
 
 from deltasync.errors import InvalidInputError, StoreError
-from deltasync.feed.compact import Compactor
-from deltasync.feed.metrics import PHASES, UpkeepCollector
 from deltasync.feed.pins import pin
-from deltasync.feed.prune import Pruner, Retention
-from deltasync.feed.relay import Relay, Relayed
-from deltasync.feed.upkeep import Upkeep
 from deltasync.format import keys
 from deltasync.format.sealed import Heartbeat
 from deltasync.metrics import exposition
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store
 from deltasync.testing.faulty import Fault, FaultyStore, at
+from deltasync.upkeep.compact import Compactor
+from deltasync.upkeep.metrics import PHASES, UpkeepCollector
+from deltasync.upkeep.prune import Pruner, Retention
+from deltasync.upkeep.relay import Relay, Relayed
+from deltasync.upkeep.stats import Upkeep
 
 Samples = dict[tuple[str, ...], float]
 

@@ -15,13 +15,14 @@ from deltasync.errors import (
     NotFoundError,
 )
 from deltasync.feed.pins import pin, pins, unpin
-from deltasync.feed.prune import ORPHAN_S, Retention, plan_prune, prune
-from deltasync.feed.replay import load, plan_restore
-from deltasync.feed.verify import verify
 from deltasync.format import keys, limits
 from deltasync.format.companions import write_files
 from deltasync.format.sealed import FloorRecord
+from deltasync.state import load
 from deltasync.store.protocol import Data
+from deltasync.upkeep.prune import ORPHAN_S, Retention, plan_prune, prune
+from deltasync.upkeep.restore import plan_restore
+from deltasync.upkeep.verify import verify
 
 
 def anchored(versions: int = 12, anchors: tuple[int, ...] = (4, 8)) -> Feed:

@@ -7,18 +7,18 @@ import pytest
 from support.feeds import NOW_UNIX_S, Feed, SpyStore, flip, paper, same_weights, store_of
 
 from deltasync.errors import CorruptError, InvalidInputError
-from deltasync.feed import survey
 from deltasync.feed.log import LIVE_S, Log, manifest_key
-from deltasync.feed.prune import ORPHAN_S, Pruner, Pruning, Retention, plan_prune, prune
-from deltasync.feed.replay import load
-from deltasync.feed.verify import verify
 from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.companions import write_files
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import FloorRecord, Heartbeat, Pin
+from deltasync.state import load
 from deltasync.store.protocol import Data
+from deltasync.upkeep import survey
+from deltasync.upkeep.prune import ORPHAN_S, Pruner, Pruning, Retention, plan_prune, prune
+from deltasync.upkeep.verify import verify
 
 # --- the floor --------------------------------------------------------------------------------------------------------
 

@@ -8,21 +8,21 @@ from support.feeds import Feed, NoFenceStore, SpyStore, flip, same_weights
 from support.helpers import state
 
 from deltasync.errors import ConflictError, CorruptError, DeltasyncError, InvalidInputError, NotFoundError
-from deltasync.feed.compact import Compactor, compact
 from deltasync.feed.log import Log
 from deltasync.feed.pins import pin
-from deltasync.feed.prune import Retention, plan_prune, prune
-from deltasync.feed.relay import Relay, Relayed, relay
-from deltasync.feed.replay import load
-from deltasync.feed.verify import Verification, verify
 from deltasync.feed.writer import LATE_S
 from deltasync.format import keys
 from deltasync.format.companions import write_files
 from deltasync.format.sealed import Heartbeat
 from deltasync.format.weights import Weights
+from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store, WrapperStore
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
+from deltasync.upkeep.compact import Compactor, compact
+from deltasync.upkeep.prune import Retention, plan_prune, prune
+from deltasync.upkeep.relay import Relay, Relayed, relay
+from deltasync.upkeep.verify import Verification, verify
 
 
 def require_copy(feed: Feed, copy: Store) -> Verification:

@@ -10,11 +10,11 @@ from support.helpers import state
 
 from deltasync.errors import CorruptError, DeltasyncError, NotFoundError
 from deltasync.feed.fetch import fetch
-from deltasync.feed.prune import Retention, plan_prune, prune
-from deltasync.feed.replay import load, zeros
 from deltasync.format import keys
 from deltasync.format.sealed import FloorRecord
 from deltasync.format.weights import Weights
+from deltasync.state import load, zeros
+from deltasync.upkeep.prune import Retention, plan_prune, prune
 
 
 @pytest.fixture(scope="module")

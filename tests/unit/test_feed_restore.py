@@ -13,11 +13,11 @@ import deltasync
 from deltasync import blocks, checkpoint
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, NotFoundError
-from deltasync.feed.replay import plan_restore, restore
 from deltasync.format import keys
 from deltasync.format.companions import write_files
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Weights
+from deltasync.upkeep.restore import plan_restore, restore
 
 
 def published(feed: Feed, files: dict[str, bytes]) -> Manifest:

@@ -14,14 +14,14 @@ from support.replicas import TorchTarget, follower
 from deltasync.errors import InvalidInputError, StoreError
 from deltasync.feed.log import Log
 from deltasync.feed.pins import pin
-from deltasync.feed.prune import ORPHAN_S, Pruner, Retention, plan_prune, prune
-from deltasync.feed.verify import verify
 from deltasync.format import keys
 from deltasync.format.sealed import FeedRecord, Heartbeat
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data
 from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.publisher import PublisherOptions
+from deltasync.upkeep.prune import ORPHAN_S, Pruner, Retention, plan_prune, prune
+from deltasync.upkeep.verify import verify
 
 
 @pytest.mark.parametrize(

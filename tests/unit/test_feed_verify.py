@@ -12,18 +12,18 @@ from support.helpers import changed, resealed, state, write_sharded
 from deltasync import blocks
 from deltasync.errors import CorruptError, DeltasyncError
 from deltasync.feed.plan import Edge
-from deltasync.feed.prune import Retention, plan_prune, prune
-from deltasync.feed.replay import load
-from deltasync.feed.survey import reachable
-from deltasync.feed.verify import Verification, verify
 from deltasync.format import keys
 from deltasync.format.companions import write_files
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
 from deltasync.format.payload import PayloadHeader, write_payload
 from deltasync.format.sealed import FloorRecord
+from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import ObjectInfo
+from deltasync.upkeep.prune import Retention, plan_prune, prune
+from deltasync.upkeep.survey import reachable
+from deltasync.upkeep.verify import Verification, verify
 
 DEPTHS = pytest.mark.parametrize("deep", [False, True], ids=["shallow", "deep"])
 
@@ -426,7 +426,7 @@ class CountingEdges:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.edges = 0
-        monkeypatch.setattr("deltasync.feed.verify.reachable", self)
+        monkeypatch.setattr("deltasync.upkeep.verify.reachable", self)
 
     def __call__(self, edges: Iterable[Edge]) -> set[int]:
         listed = list(edges)

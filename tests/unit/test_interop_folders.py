@@ -442,8 +442,8 @@ def test_an_export_does_not_write_bits_that_a_version_does_not_have(tmp_path: Pa
     publish_steps(store, tmp_path, steps)
     with Exporter(store, root) as exporter:
         exporter.advance()
-        held = exporter._held
-        assert held is not None
-        held[1].arrays[held[1].layout.ordinals["embed"]][7] ^= 1
+        assert exporter._held is not None
+        weights = exporter._held.require_weights()
+        weights.arrays[weights.layout.ordinals["embed"]][7] ^= 1
         assert [exported.version for exported in iter(exporter.advance, None)] == [1, 2, 3]
     assert same_bits(apply_folders(root), steps[3])

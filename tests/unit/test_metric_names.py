@@ -18,16 +18,16 @@ from support.replicas import TorchTarget, follower, wait_until
 from support.servers import missing
 
 from deltasync.errors import InvalidInputError, StoreError
-from deltasync.feed.compact import Compactor
-from deltasync.feed.metrics import UpkeepCollector
-from deltasync.feed.prune import Retention
-from deltasync.feed.relay import Relay
 from deltasync.format.weights import Weights
 from deltasync.replica.hook import HookStatus
 from deltasync.replica.metrics import FollowerCollector
 from deltasync.store.memory import MemoryStore
 from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.metrics import PublisherMetrics
+from deltasync.upkeep.compact import Compactor
+from deltasync.upkeep.metrics import UpkeepCollector
+from deltasync.upkeep.prune import Retention
+from deltasync.upkeep.relay import Relay
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"

@@ -8,18 +8,18 @@ from support.feeds import Feed, flip, holds, nth, publish, publisher
 from support.replicas import TorchTarget, follower
 
 from deltasync.errors import CorruptError
-from deltasync.feed.compact import compact
 from deltasync.feed.log import Log, manifest_key
 from deltasync.feed.pins import pin
-from deltasync.feed.prune import Retention, plan_prune, prune
-from deltasync.feed.relay import relay
-from deltasync.feed.replay import load
-from deltasync.feed.verify import verify
 from deltasync.format import keys
 from deltasync.format.weights import Weights
+from deltasync.state import load
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
+from deltasync.upkeep.compact import compact
+from deltasync.upkeep.prune import Retention, plan_prune, prune
+from deltasync.upkeep.relay import relay
+from deltasync.upkeep.verify import verify
 
 LAYOUT = Weights.of(nth(0)).layout
 

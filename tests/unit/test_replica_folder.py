@@ -12,7 +12,7 @@ from support.feeds import Feed, same_weights
 from support.helpers import state
 from support.replicas import follower, long_feed
 
-from deltasync.checkpoint import open_checkpoint, write_checkpoint
+from deltasync.checkpoint import new_checkpoint, open_checkpoint
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.format import keys
 from deltasync.format.companions import write_files
@@ -91,11 +91,11 @@ def test_a_reader_of_the_version_before_keeps_it(tmp_path: Path, monkeypatch: py
     feed, path = Feed.of(3), tmp_path / "model"
     seen: list[bool] = []
 
-    def write(*args: Any) -> None:
+    def write(*args: Any) -> Any:
         seen.append((home(path) / "v0").exists())
-        write_checkpoint(*args)
+        return new_checkpoint(*args)
 
-    monkeypatch.setattr(folder_module, "write_checkpoint", write)
+    monkeypatch.setattr(folder_module, "new_checkpoint", write)
     target = FolderTarget(path)
     replica = follower(feed.store, target)
     replica.advance(to=0)
@@ -212,7 +212,8 @@ def earlier(feed: Feed, path: Path, version: int, *, suffix: str = "") -> Path:
     weights, out = feed.states[version], path.with_name(f"{path.name}.v{version}{suffix}")
     digest = feed.log.read(version).digest.hex
     files = {RECORD_NAME: sealed({"format": FORMAT, "version": version, "digest": digest})}
-    write_checkpoint(weights.layout, files, out, lambda new: copy_into(new, weights))
+    with new_checkpoint(weights.layout, files, out) as new:
+        copy_into(new, weights)
     return out
 
 

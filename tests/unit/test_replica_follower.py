@@ -22,14 +22,14 @@ from support.replicas import (
 
 from deltasync.errors import InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.plan import plan
-from deltasync.feed.prune import Retention, plan_prune, prune
-from deltasync.feed.replay import zeros
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef
 from deltasync.format.weights import Weights
 from deltasync.replica.target import Staged
+from deltasync.state import zeros
 from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import FaultyStore
+from deltasync.upkeep.prune import Retention, plan_prune, prune
 
 __all__ = ["quick"]
 

@@ -116,7 +116,7 @@ def test_a_mirror_that_is_ahead(is_pinned: bool) -> None:
     target = target_for(feed)
     replica = follower(store, target)
     replica.advance(to=1)
-    replica._mirror.advance(feed.log.read(2), lambda layout: None)
+    replica._proved._advance(feed.log.read(2))
     before = len(fetched(store))
     assert replica.advance(to=1) is None
     assert (replica.status().mirror, len(fetched(store))) == (2, before)

@@ -3,8 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,22 +16,22 @@ from deltasync.checkpoint import create_file, map_files, open_checkpoint
 from deltasync.errors import CorruptError, FormatError, InvalidInputError
 from deltasync.feed.log import Log
 from deltasync.feed.plan import Edge
+from deltasync.feed.route import Route
 from deltasync.files import locked
 from deltasync.format import keys, limits
-from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
 from deltasync.format.payload import Block
 from deltasync.format.sealed import sealed
 from deltasync.format.weights import Changes, Weights
-from deltasync.replica import mirror as mirror_module
-from deltasync.replica.mirror import Mirror, MirrorRecord
+from deltasync.replica.mirror import MappedState, MirrorRecord
+from deltasync.state import Applied, State
 from deltasync.store.protocol import Store, WrapperStore
 from deltasync.trainer import version as anchors
 
 SHA = "ab" * 32
 
 
-def fill(mirror: Mirror, weights: Weights) -> None:
+def fill(mirror: State, weights: Weights) -> None:
     assert mirror.weights is not None
     fill_weights(mirror.weights, weights)
 
@@ -42,19 +41,31 @@ def fill_weights(target: Weights, weights: Weights) -> None:
         mine[:] = other
 
 
-def any_layout(layout: Layout) -> None:
-    """A target that takes everything."""
+def advance(mirror: State, feed: Feed, version: int, applied: Applied | None = None) -> None:
+    mirror.advance(Route(feed.log, feed.log.read(version)), applied)
 
 
-def mirror_at(feed: Feed, version: int, path: Path | None) -> Mirror:
-    mirror = Mirror(feed.log, path=path)
-    mirror.advance(feed.log.read(version), any_layout)
+def fail_to_write(mirror: State, feed: Feed, version: int) -> None:
+    """Begin to overwrite the mirror with a version, and fail."""
+
+    def broken() -> Iterator[Changes]:
+        assert mirror.version is None
+        raise KeyError
+        yield
+
+    with pytest.raises(KeyError):
+        mirror.apply(broken(), feed.log.read(version))
+
+
+def mirror_at(feed: Feed, version: int, path: Path | None) -> State:
+    mirror = State() if path is None else MappedState(path)
+    advance(mirror, feed, version)
     return mirror
 
 
-def reopened(path: Path, feed: Feed) -> Mirror:
-    mirror = Mirror(feed.log, path=path)
-    mirror.open()
+def reopened(path: Path, feed: Feed) -> MappedState:
+    mirror = MappedState(path)
+    mirror.open(feed.log, Applied())
     assert mirror.weights is not None
     return mirror
 
@@ -64,37 +75,43 @@ def test_a_mirror_is_of_no_version_while_it_is_written(is_mapped: bool, tmp_path
     feed = Feed.of(2)
     mirror = mirror_at(feed, 0, tmp_path / "mirror" if is_mapped else None)
     assert (mirror.version, mirror.is_sound()) == (0, True)
-    with suppress(KeyError), mirror.writing(1, feed.log.read(1).digest):
-        assert mirror.version is None
-        raise KeyError
-    assert (mirror.version, mirror.digest, mirror._record.writing) == (None, None, 1)
+    fail_to_write(mirror, feed, 1)
+    assert (mirror.version, mirror.digest) == (None, None)
 
 
-def test_a_hand_off_has_the_changes_since_the_last() -> None:
+def test_what_was_applied() -> None:
     feed = long_feed(4)
-    mirror = mirror_at(feed, 0, None)
-    first = mirror.hand_off()
+    first, second = Applied(), Applied(limit=10**9, start=0, changes=[])
+    mirror = State()
+    advance(mirror, feed, 0, first)
     assert (first.start, first.changes, first.edges) == (None, None, ["anchor"])
     for version in (1, 2):
-        mirror.advance(feed.log.read(version), any_layout)
-    second = mirror.hand_off()
-    assert (second.start, second.edges) == (0, ["delta", "delta"])
+        advance(mirror, feed, version, second)
+    assert (second.edges, bool(second.changes)) == (["delta", "delta"], True)
     assert second.changed == sum(feed.log.read(version).changed or 0 for version in (1, 2))
-    third = mirror.hand_off()
-    assert (third.start, third.changes, third.edges, third.nbytes) == (2, [], [], 0)
 
 
-def test_a_write_that_fails_loses_the_collected_changes() -> None:
+def test_too_many_changes_are_given_up() -> None:
+    feed = long_feed(4)
+    mirror, applied = mirror_at(feed, 0, None), Applied(limit=feed.log.read(1).changed or 0, start=0, changes=[])
+    advance(mirror, feed, 1, applied)
+    assert applied.changes
+    advance(mirror, feed, 2, applied)
+    assert applied.changes is None
+
+
+def test_a_write_that_fails_loses_the_collected_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """They lead to a version that the mirror does not hold: only all weights of a later one will do."""
     feed = long_feed(4)
-    mirror = mirror_at(feed, 1, None)
-    mirror.hand_off()
-    mirror.advance(feed.log.read(2), any_layout)
-    with suppress(KeyError), mirror.writing(3, feed.log.read(3).digest):
-        raise KeyError
-    mirror.advance(feed.log.read(3), any_layout)
+    mirror, applied = mirror_at(feed, 1, None), Applied(limit=10**9, start=1, changes=[])
+    advance(mirror, feed, 2, applied)
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "overwrite_all", lambda target, changes: {}["missing"])
+        with pytest.raises(KeyError):
+            advance(mirror, feed, 3, applied)
+    advance(mirror, feed, 3, applied)
     assert mirror.version == 3
-    assert mirror.hand_off().changes is None
+    assert applied.changes is None
 
 
 def test_a_file_is_found_again_at_its_version(tmp_path: Path) -> None:
@@ -110,8 +127,7 @@ def test_a_crash_after_the_last_write_loses_nothing(tmp_path: Path) -> None:
     """The record names the version before and the one being written: the digest decides which it is."""
     feed, path = Feed.of(3), tmp_path / "mirror"
     mirror = mirror_at(feed, 1, path)
-    with suppress(KeyError), mirror.writing(2, feed.log.read(2).digest):
-        raise KeyError
+    fail_to_write(mirror, feed, 2)
     assert reopened(path, feed).version == 1
     fill(mirror, feed.states[2])
     assert reopened(path, feed).version == 2
@@ -150,8 +166,8 @@ def test_what_is_not_proved_is_of_no_version(spoil: object, tmp_path: Path, capl
 
 
 def test_no_mirror_at_all(tmp_path: Path) -> None:
-    mirror = Mirror(Feed.of(1).log, path=tmp_path / "mirror")
-    mirror.open()
+    mirror = MappedState(tmp_path / "mirror")
+    mirror.open(Feed.of(1).log, Applied())
     assert (mirror.weights, mirror.version) == (None, None)
 
 
@@ -248,7 +264,7 @@ def test_a_mirror_of_an_earlier_release_is_used(tmp_path: Path) -> None:
     assert reopened(path, feed).version == 1
     path.with_name("mirror.json").unlink()
     with pytest.raises(InvalidInputError, match="not a mirror"):
-        Mirror(feed.log, path=path).open()
+        MappedState(path).open(feed.log, Applied())
 
 
 def test_the_record_names_the_payloads_of_an_interrupted_anchor(tmp_path: Path) -> None:
@@ -257,15 +273,13 @@ def test_the_record_names_the_payloads_of_an_interrupted_anchor(tmp_path: Path) 
     sha256 = edge.manifest.payloads[0].sha256
     mirror = mirror_at(feed, 0, path)
     assert mirror.weights is not None
-    with suppress(KeyError), mirror.writing(0, edge.manifest.digest):
-        mirror.weights.arrays[0][:] ^= 1
-        mirror._note(MirrorRecord(None, 0, frozenset({sha256})))
-        raise KeyError
+    mirror.weights.arrays[0][:] ^= 1
+    path.with_name("mirror.json").write_bytes(MirrorRecord(None, 0, frozenset({sha256})).to_bytes())
     again = reopened(path, feed)
-    assert (again.version, again.applied(edge)) == (None, {sha256})
-    again.discard()
+    assert (again.version, again.written(edge)) == (None, {sha256})
+    again.discard(Applied())
     again = reopened(path, feed)
-    assert (again.version, again.applied(edge)) == (None, frozenset())
+    assert (again.version, again.written(edge)) == (None, frozenset())
 
 
 RECORDS = {
@@ -322,7 +336,6 @@ def test_a_delta_is_decoded_while_its_last_payload_arrives(monkeypatch: pytest.M
     manifest = feed.delta(ranks=3)
     mirror = mirror_at(feed, 0, None)
     store = LateStore(feed.store, manifest)
-    mirror.log = Log(store)
     assert mirror.weights is not None
     before = Weights(mirror.weights.layout, tuple(array.copy() for array in mirror.weights.arrays))
     decode = blocks.decode_block
@@ -334,7 +347,7 @@ def test_a_delta_is_decoded_while_its_last_payload_arrives(monkeypatch: pytest.M
         return decoded
 
     monkeypatch.setattr(blocks, "decode_block", noted)
-    mirror.advance(manifest, any_layout)
+    mirror.advance(Route(Log(store), manifest))
     assert store.was_in_time
     assert same_weights(mirror.weights, feed.states[1])
 
@@ -350,7 +363,7 @@ def test_an_anchor_is_written_while_its_last_shard_arrives(
     manifest = feed.log.read(0)
     assert len(manifest.payloads) > 2
     store = LateStore(feed.store, manifest)
-    mirror = Mirror(Log(store), path=tmp_path / "mirror" if is_mapped else None)
+    mirror = MappedState(tmp_path / "mirror") if is_mapped else State()
     restore_block, versions = blocks.restore_block, []
 
     def noted(weights: Weights, block: Block) -> None:
@@ -359,8 +372,9 @@ def test_an_anchor_is_written_while_its_last_shard_arrives(
         store.is_ready.set()
 
     monkeypatch.setattr(blocks, "restore_block", noted)
-    monkeypatch.setattr(mirror_module, "require_digest", lambda edge, weights: versions.append(mirror.version))
-    mirror.advance(manifest, any_layout)
+    digest = blocks.digest
+    monkeypatch.setattr(blocks, "digest", lambda weights, **how: (versions.append(mirror.version), digest(weights))[1])
+    mirror.advance(Route(Log(store), manifest))
     assert store.was_in_time
     assert set(versions) == {None}
     assert mirror.version == 0

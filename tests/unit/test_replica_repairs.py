@@ -73,7 +73,7 @@ def test_an_interrupted_anchor_fetches_the_rest(tmp_path: Path, monkeypatch: pyt
                 replica.advance()
             if is_same_process:
                 store = FaultyStore(feed.store)
-                replica._mirror.log.store = store
+                replica._proved._log.store = store
                 moved = replica.advance()
         if not is_same_process:
             store, target = FaultyStore(feed.store), target_for(feed)

@@ -12,8 +12,6 @@ from support.helpers import state
 from deltasync.blocks import encode_changes
 from deltasync.errors import StoreError
 from deltasync.feed.log import Log
-from deltasync.feed.prune import ORPHAN_S, Retention, plan_prune, prune
-from deltasync.feed.verify import verify
 from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest, PayloadRef
@@ -23,6 +21,8 @@ from deltasync.store.protocol import Data, ObjectInfo
 from deltasync.trainer import version
 from deltasync.trainer.capture import capture
 from deltasync.trainer.version import Metadata, VersionWriter, put_anchor
+from deltasync.upkeep.prune import ORPHAN_S, Retention, plan_prune, prune
+from deltasync.upkeep.verify import verify
 
 DAY_S = 86_400.0
 START_S = 1_700_000_000.0

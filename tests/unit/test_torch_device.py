@@ -8,10 +8,10 @@ import torch
 from support.feeds import paper
 
 from deltasync.errors import InvalidInputError
-from deltasync.feed.replay import zeros
 from deltasync.format import limits
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Changes, PackedPositions
+from deltasync.state import zeros
 from deltasync.torch import device
 from deltasync.torch.device import DeviceCapture
 from deltasync.torch.tensors import _NAMES, TorchWeights

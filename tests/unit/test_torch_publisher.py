@@ -13,15 +13,15 @@ from torch import nn
 
 from deltasync.errors import ConflictError, InvalidInputError
 from deltasync.feed.log import Log
-from deltasync.feed.replay import load
-from deltasync.feed.verify import verify
 from deltasync.format import keys
+from deltasync.state import load
 from deltasync.store import open_store
 from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import FaultyStore
 from deltasync.torch.publisher import Publisher
 from deltasync.torch.tensors import named_tensors
 from deltasync.trainer.publisher import PublisherOptions
+from deltasync.upkeep.verify import verify
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 

@@ -35,8 +35,6 @@ from deltasync.errors import (
     RankError,
     StoreError,
 )
-from deltasync.feed.replay import restore
-from deltasync.feed.verify import verify
 from deltasync.feed.writer import Writer
 from deltasync.format.digest import layout_digest
 from deltasync.format.layout import Layout
@@ -51,6 +49,8 @@ from deltasync.trainer.publisher import PublisherOptions
 from deltasync.trainer.ranks import Failure
 from deltasync.trainer.shards import Box, Shards, ShardWeights, Spans, chunk, cut, joined
 from deltasync.trainer.version import Group, Metadata, Part, VersionWriter, put_anchor
+from deltasync.upkeep.restore import restore
+from deltasync.upkeep.verify import verify
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -318,15 +318,13 @@ def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Pat
     tables = Table(size), Table(size)
 
     def run(rank: int) -> None:
-        writer = Writer(store)
+        writer = Writer(store, retry_s=1.0)
         if rank == 0:
             writer.open()
         shards = shards_of(wholes[0].layout, rank, size)
         shadow = Shadow(shard_of(wholes[0], shards), None)
         plain = Weights(shards.local, shadow.weights.arrays)
-        versions = VersionWriter(
-            writer=writer, layout=wholes[0].layout, retry_s=1.0, shards=shards, group=tables[0].seat(rank)
-        )
+        versions = VersionWriter(writer=writer, layout=wholes[0].layout, shards=shards, group=tables[0].seat(rank))
         advanced = threading.Event()
         anchors = Anchors(replace(versions, group=tables[1].seat(rank, advanced)), shadow, NEVER)
         made = versions.anchor(shadow.weights, None, Metadata(step=0)).manifest

@@ -10,9 +10,9 @@ from torch import nn
 
 from deltasync.blocks import layout_runs
 from deltasync.errors import InvalidInputError
-from deltasync.feed.replay import zeros
 from deltasync.format.layout import DTYPES
 from deltasync.format.weights import Weights
+from deltasync.state import zeros
 from deltasync.torch import tensors as module
 from deltasync.torch.tensors import TorchWeights, host_bits, layout_of, named_tensors, unwrapped
 from deltasync.trainer import capture as capturing

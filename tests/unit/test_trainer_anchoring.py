@@ -8,8 +8,8 @@ from support.feeds import HARD, Gate, Notes, Outage, begun, holds, nth, publish,
 
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
-from deltasync.feed.replay import load
 from deltasync.format import keys
+from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.trainer import events

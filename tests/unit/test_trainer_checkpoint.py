@@ -10,13 +10,14 @@ from support.helpers import State, changed, safetensors_bytes, state, write_shar
 import deltasync
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import ConflictError, CorruptError, InvalidInputError, MismatchError, NotFoundError, StoreError
-from deltasync.feed.fetch import fetch_files
+from deltasync.feed.files import fetch_files
 from deltasync.feed.log import Log
-from deltasync.feed.replay import load, restore
-from deltasync.feed.verify import verify
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef, Manifest
+from deltasync.state import load
 from deltasync.trainer.checkpoint import publish as publish_checkpoint
+from deltasync.upkeep.restore import restore
+from deltasync.upkeep.verify import verify
 
 
 class Place:

@@ -12,11 +12,12 @@ from support.helpers import State
 
 from deltasync.errors import ConflictError, InvalidInputError, StoreError
 from deltasync.feed.log import Log
-from deltasync.feed.replay import load
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef
 from deltasync.format.weights import Weights
+from deltasync.state import load
 from deltasync.store.memory import MemoryStore
+from deltasync.store.patient import PatientStore
 from deltasync.store.protocol import Data
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at, at_random, never
 from deltasync.trainer.anchoring import AnchorPolicy
@@ -258,7 +259,7 @@ def test_another_writer_stops_the_publisher() -> None:
     assert publish(fresh, 1).wait(LONG_S).version == 1
     # The stale one has two under way when it finds out.
     slow = FaultyStore(store, gate)
-    stale._writer.store = slow
+    stale._writer._patient = PatientStore(slow, 0.0)
     first = publish(stale, 5)
     gate.await_operation()
     second = publish(stale, 6)

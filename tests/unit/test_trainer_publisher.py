@@ -13,9 +13,9 @@ from support.feeds import SpyStore, nth, publish, publisher, require_steps
 from support.helpers import State, state, write_sharded
 
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError, StoreError
-from deltasync.feed.fetch import fetch, fetch_files
+from deltasync.feed.fetch import fetch
+from deltasync.feed.files import fetch_files
 from deltasync.feed.log import Log
-from deltasync.feed.replay import restore
 from deltasync.format import keys
 from deltasync.format.layout import TensorSpec
 from deltasync.format.manifest import BaseRef
@@ -24,6 +24,7 @@ from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at
 from deltasync.trainer.publisher import PublisherOptions
+from deltasync.upkeep.restore import restore
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from support.feeds import paper
 
 from deltasync.blocks import Changed, check_changed, detect, layout_runs
-from deltasync.feed.replay import zeros
 from deltasync.format import limits
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Changes, PackedPositions, Weights, index_dtype
+from deltasync.state import zeros
 from deltasync.trainer import capture as module
 from deltasync.trainer.capture import Shadow, TensorChanges, in_blocks, rebase, tensors_of
 

@@ -10,7 +10,6 @@ from support import LONG_S
 from support.feeds import Gate, Outage, begun, publish, publisher, require_steps
 
 from deltasync.errors import InvalidInputError
-from deltasync.feed.compact import Compactor
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
 from deltasync.format import keys
@@ -18,6 +17,7 @@ from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, Operation, at
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.upkeep.compact import Compactor
 
 LEVELS = (2, 4)
 STEPS = {number: number for number in range(10)}

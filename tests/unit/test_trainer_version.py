@@ -11,13 +11,13 @@ from support.helpers import changed, state
 
 from deltasync import blocks
 from deltasync.errors import StoreError
-from deltasync.feed.replay import load
 from deltasync.feed.writer import Writer
 from deltasync.format import keys, limits
 from deltasync.format.index import encode_index
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.payload import Block, Payload
 from deltasync.format.weights import Weights
+from deltasync.state import load
 from deltasync.store.protocol import Data
 from deltasync.trainer import version as anchors
 from deltasync.trainer.version import Metadata, VersionWriter, put_anchor

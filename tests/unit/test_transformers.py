@@ -33,13 +33,13 @@ from transformers import (
 
 from deltasync.errors import DeltasyncError, InvalidInputError, StoreError
 from deltasync.feed.log import Log
-from deltasync.feed.replay import restore
 from deltasync.format import keys
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store
 from deltasync.torch.tensors import named_tensors
 from deltasync.trainer.publisher import PublisherOptions
 from deltasync.transformers import AdapterTensors, DeltasyncCallback, merged_tensors, model_files, saved_files
+from deltasync.upkeep.restore import restore
 
 SIZES = {
     "vocab_size": 64,

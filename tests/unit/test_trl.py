@@ -14,9 +14,9 @@ from support import LONG_S
 import deltasync.trl as module
 from deltasync.errors import InvalidInputError, MismatchError, StoreError
 from deltasync.feed.log import Log
-from deltasync.feed.replay import load
 from deltasync.format import keys
 from deltasync.format.sealed import Heartbeat
+from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, ObjectInfo
 from deltasync.torch.tensors import TorchWeights

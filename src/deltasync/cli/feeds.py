@@ -28,10 +28,6 @@ from deltasync.cli.units import (
 from deltasync.errors import CorruptError, NotFoundError
 from deltasync.feed.log import READ_THREADS, Log
 from deltasync.feed.plan import Plan
-from deltasync.feed.replay import plan_restore
-from deltasync.feed.replay import restore as write
-from deltasync.feed.verify import Verification
-from deltasync.feed.verify import verify as check
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.sealed import Heartbeat, is_decimal
@@ -40,6 +36,10 @@ from deltasync.replica.fleet import phase_seconds
 from deltasync.store import opened
 from deltasync.store.protocol import Store
 from deltasync.trainer.checkpoint import publish as commit
+from deltasync.upkeep.restore import plan_restore
+from deltasync.upkeep.restore import restore as write
+from deltasync.upkeep.verify import Verification
+from deltasync.upkeep.verify import verify as check
 
 _WATCH_OPTIONS = ("once", "after", "marker", "settle_s", "shadow", "keep_anchors", "keep_versions")
 

@@ -14,20 +14,20 @@ from deltasync.cli.output import Column, Output, OutputError, printing
 from deltasync.cli.service import calling_on_signal, listening, poll_until_signal, require_address
 from deltasync.cli.units import count_text, number_text, share_text, size_text, time_text, versions_text
 from deltasync.errors import ConflictError, InvalidInputError
-from deltasync.feed.compact import LEVELS, Compactor
 from deltasync.feed.log import Log, manifest_key
-from deltasync.feed.metrics import Role, UpkeepCollector
 from deltasync.feed.pins import pin as keep_version
 from deltasync.feed.pins import pins as read_pins
 from deltasync.feed.pins import unpin as remove_pin
-from deltasync.feed.prune import Pruner, Pruning, Retention, plan_prune
-from deltasync.feed.prune import prune as delete
-from deltasync.feed.relay import Relay, Relayed
-from deltasync.feed.upkeep import Upkeep
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import Pin
 from deltasync.replica.loop import Loop
 from deltasync.store import opened
+from deltasync.upkeep.compact import LEVELS, Compactor
+from deltasync.upkeep.metrics import Role, UpkeepCollector
+from deltasync.upkeep.prune import Pruner, Pruning, Retention, plan_prune
+from deltasync.upkeep.prune import prune as delete
+from deltasync.upkeep.relay import Relay, Relayed
+from deltasync.upkeep.stats import Upkeep
 
 _PIN_COLUMNS = (
     Column("name", is_name=True),

@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from deltasync.errors import CorruptError, FormatError
-from deltasync.format import keys, limits
-from deltasync.format.companions import can_run_code, read_files
+from deltasync.format import keys
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.index import require_disjoint
 from deltasync.format.layout import Layout
@@ -171,26 +170,6 @@ def fetch_payloads(
             _check_payloads(manifest, summaries)
             summaries = []
         yield payload
-
-
-def fetch_files(store: Store, manifest: Manifest, *, trust_code: bool = False) -> dict[str, bytes]:
-    """The files beside the weights, by their relative path; those that can run code only with `trust_code`."""
-    ref = manifest.files
-    if ref is None:
-        return {}
-    if ref.nbytes > limits.FILES_BYTES_MAX + limits.SAFETENSORS_HEADER_BYTES_MAX:
-        raise CorruptError(
-            f"the files beside the weights have {ref.nbytes} bytes, which are too many",
-            rule="files.size",
-            key=keys.payload_key(ref.sha256),
-        )
-    files = read_files(fetch(store, ref))
-    code = [] if trust_code else [path for path in files if can_run_code(path)]
-    if code:
-        more = f" and {len(code) - 3} others" if len(code) > 3 else ""
-        named = ", ".join(f"{path!r:.80}" for path in code[:3])
-        logger.warning("version %d: leaving out files that can run code: %s%s", manifest.version, named, more)
-    return {path: data for path, data in files.items() if path not in code}
 
 
 def _check_payload(manifest: Manifest, header: PayloadHeader) -> None:

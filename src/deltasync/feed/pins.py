@@ -3,12 +3,12 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from deltasync.arguments import described
 from deltasync.errors import ConflictError, CorruptError, FormatError, InvalidInputError, NotFoundError
 from deltasync.feed.log import Log
-from deltasync.feed.plan import Plan
-from deltasync.feed.replay import blocking, with_fallback
+from deltasync.feed.route import Blocked, Route
 from deltasync.format import keys, limits
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import Pin
@@ -106,16 +106,16 @@ def pins(feed: Feed) -> tuple[Pin, ...]:
 
 def _require_stored(log: Log, target: Manifest) -> None:
     """NotFoundError unless all objects of a plan for the version are in the store, in their full size."""
-
-    def attempt(plan: Plan) -> None:
-        for edge in plan.edges:
-            with blocking(edge):
-                for ref in edge.manifest.refs:
-                    key = keys.payload_key(ref.sha256)
-                    if not any(item.key == key and item.nbytes == ref.nbytes for item in log.store.list(key)):
-                        raise NotFoundError(f"{key} is missing or cut short", key=key)
-
-    with_fallback(log, target, attempt)
+    route = Route(log, target)
+    while True:
+        with suppress(Blocked):
+            for edge in route.plan().edges:
+                with route.using(edge):
+                    for ref in edge.manifest.refs:
+                        key = keys.payload_key(ref.sha256)
+                        if not any(item.key == key and item.nbytes == ref.nbytes for item in log.store.list(key)):
+                            raise NotFoundError(f"{key} is missing or cut short", key=key)
+            return
 
 
 def _require_kept(log: Log, pin: Pin) -> None:

@@ -10,17 +10,18 @@ from typing import get_args
 import numpy as np
 
 from deltasync import arguments
-from deltasync.checkpoint import require_space, write_checkpoint
+from deltasync.checkpoint import new_checkpoint, require_space
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.fetch import fetch_payloads
+from deltasync.feed.files import find_files
 from deltasync.feed.log import Log, manifest_key
 from deltasync.feed.plan import Edge
-from deltasync.feed.replay import find_files, load, require_digest, staged_changes
+from deltasync.feed.route import require_digest
 from deltasync.files import make_folder, release_folder, sync_file, sync_folder, temporary_folder_beside
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import canonical_json, parse_object
-from deltasync.format.weights import Bits, Weights, tensor_parts
+from deltasync.format.weights import Weights, tensor_parts
 from deltasync.interop.folder import (
     ChecksumFormat,
     Encoding,
@@ -31,6 +32,7 @@ from deltasync.interop.folder import (
     write_files,
 )
 from deltasync.parallel import Closable
+from deltasync.state import State, load
 from deltasync.store import Feed, opened
 
 MARK = "deltasync-export.json"
@@ -88,7 +90,7 @@ class Exporter(Closable):
         self._feed = feed
         self._log: Log | None = None
         self._resources = ExitStack()
-        self._held: tuple[Manifest, Weights] | None = None
+        self._held: State | None = None
 
     def close(self) -> None:
         """Release the feed."""
@@ -105,24 +107,26 @@ class Exporter(Closable):
             target = self._first(log)
             weights = load(log, target, base=self._base)
             exported = self._write_checkpoint(log, target, weights)
-            self._held = target, weights
+            self._held = State(weights, target)
             return exported
-        held, weights = self._held
+        state, held = self._held, self._held.at
+        if held is None:
+            raise InvalidInputError("the weights are of no version")
         try:
             target = log.read(held.version + 1)
         except NotFoundError:
             return None
         if (floor := log.floor()) > target.version:
             target = log.read(floor)
-        if target.kind == "delta" and target.parent == held.version:
+        if target.kind == "delta" and target.parent == held.version and target.parent_digest == held.digest:
             # After an error these weights may be of no version: they are loaded again.
             self._held = None
             try:
-                deltas = self._applied(log, target, weights)
-            except (CorruptError, FormatError, NotFoundError):
+                deltas = self._applied(log, target, state)
+            except (CorruptError, FormatError, MismatchError, NotFoundError):
                 return self._write_difference(log, held, target)
             exported = self._write_delta(held, target, deltas)
-            self._held = target, weights
+            self._held = state
             return exported
         return self._write_difference(log, held, target)
 
@@ -131,31 +135,33 @@ class Exporter(Closable):
         head = log.require_head()
         return log.read(min(log.floor(), head.version) if self._start is None else self._start)
 
-    def _applied(self, log: Log, target: Manifest, weights: Weights) -> list[TensorDelta]:
+    def _applied(self, log: Log, target: Manifest, state: State) -> list[TensorDelta]:
         """Overwrite the weights with a version, prove them, and return what changed."""
+        weights = state.require_weights()
         edge, layout = Edge(manifest_key(target), target), weights.layout
-        found: dict[int, list[tuple[np.ndarray, Bits]]] = {}
-        for changes in staged_changes(edge, fetch_payloads(log.store, [target]), weights):
-            for ordinal, indices, values in tensor_parts(layout, changes):
-                found.setdefault(ordinal, []).append((indices, values))
+        staged = state.stage(edge, fetch_payloads(log.store, [target]))
+        found: dict[int, list[np.ndarray]] = {}
+        for changes in staged:
+            for ordinal, indices, _ in tensor_parts(layout, changes):
+                found.setdefault(ordinal, []).append(indices)
         deltas = []
         for ordinal, parts in sorted(found.items()):
-            indices, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-            array = weights.arrays[ordinal]
+            indices, array = np.concatenate(parts), weights.arrays[ordinal]
             deltas.append(TensorDelta(layout.tensors[ordinal], indices, array[indices], array))
-            array[indices] = values
+        state.apply(staged, target)
+        # A folder has whole tensors, also where nothing changed.
         require_digest(edge, weights)
         return deltas
 
     def _write_difference(self, log: Log, held: Manifest, target: Manifest) -> Exported:
         """The folder of a version whose own delta cannot be used: its weights are compared with those before."""
         new = load(log, target, base=self._base)
-        old = self._held[1] if self._held is not None else load(log, held, base=self._base)
+        old = load(log, held, base=self._base) if self._held is None else self._held.require_weights()
         if old.layout != new.layout:
             exported = self._write_checkpoint(log, target, new)
         else:
             exported = self._write_delta(held, target, layout_deltas(new.layout, old, new))
-        self._held = target, new
+        self._held = State(new, target)
         return exported
 
     def _write_checkpoint(self, log: Log, target: Manifest, weights: Weights) -> Exported:
@@ -163,7 +169,8 @@ class Exporter(Closable):
         make_folder(self._root)
         beside = {**find_files(log, target, trust_code=self._trust_code), MARK: _mark(target)}
 
-        write_checkpoint(weights.layout, beside, path, lambda empty: empty.copy_from(weights))
+        with new_checkpoint(weights.layout, beside, path) as empty:
+            empty.copy_from(weights)
         return Exported(path, target.version, None, weights.layout.nbytes)
 
     def _write_delta(
@@ -190,7 +197,7 @@ class Exporter(Closable):
         sync_folder(self._root)
         return Exported(path, target.version, held.version, nbytes)
 
-    def _resumed(self, log: Log) -> tuple[Manifest, Weights] | None:
+    def _resumed(self, log: Log) -> State | None:
         """The version of the last folder that is there, and its weights; None if there is no folder."""
         folders = list_folders(self._root) if self._root.exists() else {}
         if not folders:
@@ -213,7 +220,7 @@ class Exporter(Closable):
                 version=version,
                 hint="it was exported from another feed: choose an empty folder",
             )
-        return manifest, load(log, manifest, base=self._base)
+        return State(load(log, manifest, base=self._base), manifest)
 
 
 def _mark(manifest: Manifest) -> bytes:

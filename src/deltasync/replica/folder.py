@@ -22,7 +22,7 @@ import numpy as np
 
 from deltasync import blocks
 from deltasync.blocks import overwrite
-from deltasync.checkpoint import map_files, mapped_layout, open_checkpoint, write_checkpoint
+from deltasync.checkpoint import map_files, mapped_layout, new_checkpoint, open_checkpoint
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, NotFoundError
 from deltasync.files import locked, sync_folder, temporary_beside
 from deltasync.format import limits
@@ -88,16 +88,6 @@ class FolderTarget:
         self._open()
         self._require_ours()
         self._clean(self._current(), self._before)
-        weights = staged.weights
-
-        def fill(new: Weights) -> None:
-            if staged.changes is None:
-                new.copy_from(weights)
-                return
-            new.copy_from(open_checkpoint(self._path).weights)
-            for changes in staged.changes:
-                overwrite(new, changes)
-
         self._home.mkdir(exist_ok=True)
         out = self._home / f"v{staged.version}"
         if os.path.lexists(out):
@@ -106,9 +96,17 @@ class FolderTarget:
         # The record comes first, so that a folder that is not finished carries it, too.
         files = staged.files()
         if not has_config(files) and not self._has_warned:
-            logger.warning("version %d has no config.json: engines cannot load %s so", staged.version, self._path)
+            logger.warning(
+                "version %d has no config.json: engines cannot load %s without one", staged.version, self._path
+            )
             self._has_warned = True
-        write_checkpoint(weights.layout, {RECORD_NAME: record, **files}, out, fill)
+        with new_checkpoint(staged.weights.layout, {RECORD_NAME: record, **files}, out) as new:
+            if staged.changes is None:
+                new.copy_from(staged.weights)
+            else:
+                new.copy_from(open_checkpoint(self._path).weights)
+                for changes in staged.changes:
+                    overwrite(new, changes)
         digest = blocks.digest(open_checkpoint(out).weights)
         if digest != staged.manifest.digest:
             shutil.rmtree(out)

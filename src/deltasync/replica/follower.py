@@ -17,9 +17,10 @@ from deltasync.format.manifest import Manifest
 from deltasync.parallel import Pool, ProcessBound
 from deltasync.replica.events import Advance, Counts, Observer, Seconds, Status
 from deltasync.replica.loop import BEAT_S, SCRUB_S, Heartbeats, Loop, ScrubSchedule, new_replica_id
-from deltasync.replica.mirror import Mirror
+from deltasync.replica.mirror import MappedState
 from deltasync.replica.proved import ProvedTarget
 from deltasync.replica.target import Damage, Target
+from deltasync.state import State
 from deltasync.store import Feed, opened
 from deltasync.store.patient import PatientStore
 from deltasync.tracing import VersionTracer
@@ -80,12 +81,14 @@ class Follower(ProcessBound):
         self._patient = PatientStore(self._store, _PATIENCE_S, level=logging.INFO)
         # One lock guards both the mirror and the target, until what is read ahead is there, too.
         self._lock = threading.RLock()
-        self._mirror = Mirror(Log(self._patient), path=mirror_path, base=base_path, counts=self._counts)
+        self._mirror = State() if mirror_path is None else MappedState(mirror_path)
         self._target = target
         self._proved = ProvedTarget(
             target,
             self._mirror,
+            Log(self._patient),
             self._counts,
+            base=base_path,
             trust_code=trust_code,
             newest=self._newest,
             on_advance=self._report,
@@ -366,7 +369,7 @@ class Follower(ProcessBound):
         self._proved.take_back_mirror()
         if self._is_closed:
             raise InvalidInputError("this follower is closed", hint="create a new one")
-        if not self._is_open and self._mirror.path is not None:
+        if not self._is_open and isinstance(self._mirror, MappedState):
             self._mirror.require_ours()
             self._resources.enter_context(locked(self._mirror.path))
         self._is_open = True

@@ -5,9 +5,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from pathlib import Path
 
 from deltasync.errors import CorruptError, DeltasyncError, InvalidInputError
-from deltasync.feed.replay import find_files
+from deltasync.feed.files import find_files
+from deltasync.feed.log import Log
+from deltasync.feed.route import Route
 from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
@@ -15,10 +18,14 @@ from deltasync.format.weights import Weights
 from deltasync.parallel import Pool
 from deltasync.replica.events import Advance, Counts, Seconds
 from deltasync.replica.loop import ScrubSchedule
-from deltasync.replica.mirror import Handoff, Mirror
+from deltasync.replica.mirror import MappedState
 from deltasync.replica.target import STAGED_DIGEST, Damage, Staged, Target
+from deltasync.state import Applied, State
 
 logger = logging.getLogger(__name__)
+
+WHOLE_SHARE = 4
+"""If more than one element in this many changed, a target takes all weights: changes would use more memory."""
 
 
 class ProvedTarget:
@@ -34,9 +41,11 @@ class ProvedTarget:
     def __init__(
         self,
         target: Target,
-        mirror: Mirror,
+        mirror: State,
+        log: Log,
         counts: Counts,
         *,
+        base: Path | None,
         trust_code: bool,
         newest: Callable[[], Manifest | None],
         on_advance: Callable[[Advance], None],
@@ -46,7 +55,12 @@ class ProvedTarget:
         self.scrubbed_unix_s: int | None = None
         self._target = target
         self._mirror = mirror
+        self._log = log
         self._counts = counts
+        self._base = base
+        self._applied = Applied()
+        """What the mirror took since the last hand-off."""
+        self._is_open = False
         self._trust_code = trust_code
         self._newest = newest
         self._on_advance = on_advance
@@ -68,7 +82,7 @@ class ProvedTarget:
 
     def prove(self) -> None:
         """If the target claims the mirror's version without proof, compare them. A wrong claim means all weights."""
-        self._mirror.open()
+        self._open()
         mirror, weights, target = self._mirror, self._mirror.weights, self._target
         if self._proved is not None or weights is None or mirror.version is None or mirror.digest is None:
             return
@@ -80,16 +94,53 @@ class ProvedTarget:
             return
         self._proved = mirror.version, mirror.digest
         self._note_read_back(mirror.version)
-        mirror.hand_off()
+        self._hand_off()
+
+    def _open(self) -> None:
+        """Once, look for the mirror of an earlier process."""
+        if self._is_open:
+            return
+        if isinstance(self._mirror, MappedState):
+            self._mirror.open(self._log, self._applied)
+            self._count()
+        self._is_open = True
+        self._hand_off()
+
+    def _advance(self, goal: Manifest) -> None:
+        """Bring the mirror to a version, after the target has accepted the layout of it."""
+        self._open()
+        route, weights = Route(self._log, goal, base=self._base), self._mirror.weights
+        if weights is None or weights.layout.sha256 != goal.layout_sha256:
+            self._target.require(route.start().layout)
+        try:
+            self._mirror.advance(route, self._applied)
+        finally:
+            self._count()
+
+    def _count(self) -> None:
+        """Move what the status shows from the record of the mirror to the counts."""
+        counts, applied = self._counts, self._applied
+        counts.rerouted += applied.rerouted
+        counts.refetched += applied.refetched
+        counts.rebuilt += applied.rebuilt
+        applied.rerouted = applied.refetched = applied.rebuilt = 0
+
+    def _hand_off(self) -> Applied:
+        """Return what the mirror took since the last hand-off, and collect what comes after the present version."""
+        collected, version, weights = self._applied, self._mirror.version, self._mirror.weights
+        self._applied = Applied(start=version)
+        if version is not None and weights is not None:
+            self._applied.limit, self._applied.changes = weights.layout.elements // WHOLE_SHARE, []
+        return collected
 
     def serve(self, goal: Manifest, ahead: Pool | None = None) -> Advance:
         """Bring the mirror and then the target to a version; read ahead in the meantime, where that is possible."""
-        self._mirror.advance(goal, self._target.require)
-        staged, handoff = self._prepare(goal)
+        self._advance(goal)
+        staged, applied = self._prepare(goal)
         if ahead is not None and staged.changes is not None and not self._target.reads_mirror:
             self._reading = ahead.submit(self._read_ahead, staged.weights.layout)
         try:
-            return self._deliver(staged, handoff)
+            return self._deliver(staged, applied)
         except CorruptError as error:
             if error.rule != STAGED_DIGEST:
                 raise
@@ -102,10 +153,10 @@ class ProvedTarget:
         """Bring the target to a version, or to a later one that was read ahead, with all weights of a proved mirror."""
         mirror = self._mirror
         if not mirror.is_sound():
-            mirror.discard()
+            mirror.discard(self._applied)
         if mirror.version is not None and mirror.version != goal.version:
-            goal = mirror.log.read(mirror.version)
-        mirror.advance(goal, self._target.require)
+            goal = self._log.read(mirror.version)
+        self._advance(goal)
         return self._deliver(*self._prepare(goal))
 
     def take_back_mirror(self) -> None:
@@ -116,35 +167,34 @@ class ProvedTarget:
 
     def _read_ahead(self, layout: Layout) -> None:
         """Bring only the mirror to the newest version. A version of another layout has to wait for the target."""
-        require = partial(Layout.require_equal, layout, ours="the mirror", theirs="the feed")
         try:
             newest = self._newest()
-            if newest is not None:
-                self._mirror.advance(newest, require)
+            if newest is not None and newest.layout_sha256 == layout.sha256:
+                self._advance(newest)
         except DeltasyncError as error:
             # The next step meets the same error, and reports it.
             logger.debug("cannot read ahead: %s", error)
 
-    def _prepare(self, goal: Manifest) -> tuple[Staged, Handoff]:
+    def _prepare(self, goal: Manifest) -> tuple[Staged, Applied]:
         """What the target needs to become the version that the mirror holds."""
-        weights, handoff = self._require_weights(), self._mirror.hand_off()
-        changes = None if handoff.changes is None else tuple(handoff.changes)
-        if handoff.start is None or not self._is_proved_at(handoff.start):
+        weights, applied = self._require_weights(), self._hand_off()
+        changes = None if applied.changes is None else tuple(applied.changes)
+        if applied.start is None or not self._is_proved_at(applied.start):
             changes = None
         if changes is None:
             self._target.require(weights.layout)
         staged = Staged(
             manifest=goal,
             changes=changes,
-            start=None if changes is None else handoff.start,
+            start=None if changes is None else applied.start,
             weights=weights,
-            path=self._mirror.path,
-            files=partial(find_files, self._mirror.log, goal, trust_code=self._trust_code),
-            edges=len(handoff.edges),
+            path=self._mirror.path if isinstance(self._mirror, MappedState) else None,
+            files=partial(find_files, self._log, goal, trust_code=self._trust_code),
+            edges=len(applied.edges),
         )
-        return staged, handoff
+        return staged, applied
 
-    def _deliver(self, staged: Staged, handoff: Handoff) -> Advance:
+    def _deliver(self, staged: Staged, applied: Applied) -> Advance:
         """Stage and commit, and report it. If the target fails, it gets all weights the next time."""
         before, self._proved = self._target.version, None
         began = time.perf_counter()
@@ -152,9 +202,9 @@ class ProvedTarget:
         staged_at = time.perf_counter()
         pause_s = self._target.commit(staged)
         seconds = Seconds(
-            plan=handoff.plan_s,
-            fetch=handoff.fetch_s,
-            decode=handoff.decode_s,
+            plan=applied.plan_s,
+            fetch=applied.fetch_s,
+            decode=applied.decode_s,
             stage=staged_at - began,
             commit=time.perf_counter() - staged_at,
             pause=pause_s,
@@ -162,10 +212,10 @@ class ProvedTarget:
         self._proved = staged.version, staged.manifest.digest
         if is_read_back:
             self._note_read_back(staged.version)
-        changed = None if staged.changes is None else handoff.changed
+        changed = None if staged.changes is None else applied.changed
         committed_unix_s = staged.manifest.created_unix_s
-        edges = tuple(handoff.edges)
-        advanced = Advance(before, staged.version, edges, handoff.nbytes, changed, seconds, committed_unix_s)
+        edges = tuple(applied.edges)
+        advanced = Advance(before, staged.version, edges, applied.nbytes, changed, seconds, committed_unix_s)
         self._counts.moves += 1
         self._counts.nbytes += advanced.nbytes
         self._on_advance(advanced)
@@ -204,7 +254,7 @@ class ProvedTarget:
         wanted = self._mirror.version if pinned is None else pinned
         if self._mirror.version != wanted or not self._is_proved_at(wanted):
             assert wanted is not None
-            self.serve(self._mirror.log.read(wanted))
+            self.serve(self._log.read(wanted))
         if tensors is None:
             self._prove_mirror()
         weights = self._require_weights()
@@ -222,7 +272,7 @@ class ProvedTarget:
                 self._target.scrub(weights, tensors, repair=True)
                 if self._target.version is None and wanted is not None:
                     # The target cannot repair single tensors: it gets all weights.
-                    self.serve(self._mirror.log.read(wanted))
+                    self.serve(self._log.read(wanted))
             self._counts.repaired += elements
         return damages
 
@@ -237,6 +287,6 @@ class ProvedTarget:
         # The mirror may be ahead of the target, which stays at its version.
         version = mirror.version if self._target.version is None else self._target.version
         self._proved = None
-        mirror.discard()
-        self.serve(mirror.log.read(version))
+        mirror.discard(self._applied)
+        self.serve(self._log.read(version))
         return False

@@ -11,10 +11,9 @@ import torch
 from deltasync import arguments
 from deltasync.errors import InvalidInputError, NotFoundError
 from deltasync.feed.log import Log
-from deltasync.feed.plan import Plan
-from deltasync.feed.replay import open_start, replay, with_fallback, zeros
+from deltasync.feed.route import Route
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Weights
+from deltasync.state import State
 from deltasync.store import Feed, opened
 from deltasync.torch.tensors import torch_dtype
 
@@ -34,13 +33,11 @@ class HeldVersion:
         self._device = device
         self._resources = ExitStack()
         self._log: Log | None = None
-        self._manifest: Manifest | None = None
-        """Of the version that the weights are proved to have."""
-        self._weights: Weights | None = None
+        self._state = State()
 
     def close(self) -> None:
         """Release the feed and the memory."""
-        self._log = self._manifest = self._weights = None
+        self._log, self._state = None, State()
         self._resources.close()
 
     def head(self) -> int | None:
@@ -49,42 +46,24 @@ class HeldVersion:
         return None if head is None else head.version
 
     def advance(self, version: int | None = None) -> Manifest:
-        """Bring the weights to a version, once it is committed, or to the newest; prove them by their digest.
+        """Bring the weights to a version, once it is committed, or to the newest.
 
         NotFoundError if the version is not committed in time.
         """
         log = self._open()
         target = log.require_head() if version is None else self._committed(log, version)
-        if self._manifest is not None and self._manifest.version == target.version:
-            if self._manifest.digest == target.digest:
-                return target
-            # The feed was made anew, or rolled back, and has other weights under the same number.
-            self._manifest = None
-
-        def attempt(plan: Plan) -> None:
-            start = None
-            if plan.edges[0].start is None:
-                start = open_start(log, plan)
-                if self._weights is None or self._weights.layout != start.layout:
-                    self._weights = zeros(start.layout)
-            weights = self._weights
-            if weights is None:
-                raise InvalidInputError("there are no weights to change")
-            self._manifest = None
-            replay(log, plan, weights, base=None if start is None else start.base)
-            self._manifest = target
-
-        with_fallback(log, target, attempt, start=lambda: None if self._manifest is None else self._manifest.version)
+        self._state.advance(Route(log, target))
         return target
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of all tensors: a caller may keep one for longer than the version is held."""
-        if self._weights is None or self._manifest is None:
+        weights = self._state.weights
+        if weights is None or self._state.version is None:
             raise InvalidInputError("no version is held", hint="call advance first")
         device = self._device
         if device is None:
             device = "cpu" if not torch.accelerator.is_available() else str(torch.accelerator.current_accelerator())
-        for spec, bits in zip(self._weights.layout.tensors, self._weights.arrays, strict=True):
+        for spec, bits in zip(weights.layout.tensors, weights.arrays, strict=True):
             tensor = torch.from_numpy(bits.copy()).view(torch_dtype(spec.dtype)).reshape(spec.shape)
             yield spec.name, tensor.to(device)
 

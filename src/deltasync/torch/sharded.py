@@ -12,6 +12,7 @@ import torch
 from deltasync import arguments
 from deltasync.errors import InvalidInputError
 from deltasync.feed.plan import plan
+from deltasync.feed.route import Route
 from deltasync.feed.writer import Writer
 from deltasync.files import make_folder
 from deltasync.format.layout import Layout
@@ -212,7 +213,7 @@ class ShardedPublisher(TorchPublisher):
         head = self._writer.open()
         versions = VersionWriter(writer=self._writer, layout=layout)
         if head is not None:
-            require_layout(self._writer.log, head, layout)
+            require_layout(Route(self._writer.log, head), layout)
         given, defaults = self._files(weights)
         files = versions.put_files(given, head, defaults=defaults)
         if head is None:

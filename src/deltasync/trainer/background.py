@@ -7,12 +7,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from deltasync.errors import DeltasyncError
-from deltasync.feed.compact import Compactor
-from deltasync.feed.prune import Pruner, Retention
 from deltasync.format.manifest import Manifest
 from deltasync.parallel import Pool
 from deltasync.store.protocol import Store
 from deltasync.trainer.events import Observer, report_upkeep
+from deltasync.upkeep.compact import Compactor
+from deltasync.upkeep.prune import Pruner, Retention
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from deltasync.blocks import cut_changes, detect, layout_runs, regroup
 from deltasync.checkpoint import mapped_weights, require_mapped
 from deltasync.errors import InvalidInputError, MismatchError
-from deltasync.feed.replay import zeros
 from deltasync.files import locked
 from deltasync.format import limits
 from deltasync.format.layout import DType, Layout, TensorSpec
@@ -39,6 +38,7 @@ from deltasync.format.weights import (
 )
 from deltasync.kernels import kernels
 from deltasync.parallel import each
+from deltasync.state import zeros
 
 TensorChanges = tuple[NDArray[np.unsignedinteger], Bits]
 """Ascending indices and new bits of one tensor."""

@@ -9,12 +9,12 @@ from deltasync import blocks
 from deltasync.arguments import instance, local_path, optional_path
 from deltasync.checkpoint import Checkpoint, companion_files, open_checkpoint
 from deltasync.errors import InvalidInputError, MismatchError
-from deltasync.feed.replay import load
 from deltasync.feed.writer import Writer
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.payload import Block
 from deltasync.format.weights import Weights
 from deltasync.parallel import Progress, counting
+from deltasync.state import load
 from deltasync.store import Feed, opened
 from deltasync.store.probe import PATIENCE_S
 from deltasync.trainer.version import Metadata, VersionWriter

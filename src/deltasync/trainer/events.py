@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from deltasync.errors import StoreError
-from deltasync.feed.upkeep import Upkeep
 from deltasync.format.manifest import Kind, Manifest, Timeline
+from deltasync.upkeep.stats import Upkeep
 
 logger = logging.getLogger(__name__)
 

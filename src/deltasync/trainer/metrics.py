@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from deltasync.errors import InvalidInputError
-from deltasync.feed.metrics import Role, UpkeepCollector
-from deltasync.feed.upkeep import Upkeep
 from deltasync.metrics import Samples, counter, gauge, registered, require_client
 from deltasync.trainer.events import PublishEvent
+from deltasync.upkeep.metrics import Role, UpkeepCollector
+from deltasync.upkeep.stats import Upkeep
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

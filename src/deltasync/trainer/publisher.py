@@ -11,16 +11,14 @@ from typing import Literal
 
 from deltasync import arguments, blocks
 from deltasync.errors import InvalidInputError
-from deltasync.feed.compact import require_levels
-from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
-from deltasync.feed.prune import Retention
-from deltasync.feed.replay import open_start, replay, with_fallback
+from deltasync.feed.route import Route
 from deltasync.feed.writer import Writer
 from deltasync.format.companions import require_files
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.weights import Bits, Readable, Weights
+from deltasync.state import State
 from deltasync.store.protocol import Store
 from deltasync.trainer.anchoring import AnchorBacklog, AnchorPolicy, Anchors
 from deltasync.trainer.background import BackgroundPruner, Skips
@@ -40,6 +38,8 @@ from deltasync.trainer.events import Observer, Publication
 from deltasync.trainer.exit import finish_at_exit
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
 from deltasync.trainer.version import Metadata, VersionWriter
+from deltasync.upkeep.compact import require_levels
+from deltasync.upkeep.prune import Retention
 
 logger = logging.getLogger(__name__)
 
@@ -255,14 +255,13 @@ class FeedPublisher:
 
     def _resume(self, layout: Layout | None, head: Manifest) -> Pipeline:
         """The shadow at the head: a mapped file may hold it already; otherwise it is rebuilt from the feed."""
-        log = self._writer.log
-        if layout is None:
-            layout = with_fallback(log, head, lambda plan: open_start(log, plan).layout)
-        require_layout(log, head, layout)
+        route = Route(self._writer.log, head)
+        layout = route.start().layout if layout is None else layout
+        require_layout(route, layout)
         weights = shadow_weights(layout, self._shadow_path)
         if self._shadow_path is None or blocks.digest(weights) != head.digest:
             logger.info("rebuilding the shadow of version %d from the feed", head.version)
-            with_fallback(log, head, lambda plan: replay(log, plan, weights))
+            State(weights, scratch=True).advance(route)
         return self._start(weights, head)
 
     def _start(self, weights: Weights, head: Manifest | None) -> Pipeline:
@@ -289,7 +288,7 @@ class FeedPublisher:
         return pipeline
 
 
-def require_layout(log: Log, head: Manifest, layout: Layout) -> None:
+def require_layout(route: Route, layout: Layout) -> None:
     """InvalidInputError, naming the tensor, if the feed has other tensors than the weights."""
-    if layout.sha256 != head.layout_sha256:
-        require_same(with_fallback(log, head, lambda plan: open_start(log, plan).layout), layout)
+    if layout.sha256 != route.goal.layout_sha256:
+        require_same(route.start().layout, layout)

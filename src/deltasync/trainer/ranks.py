@@ -16,13 +16,13 @@ import numpy as np
 from deltasync import blocks
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import CorruptError, DeltasyncError, InvalidInputError, RankError, StoreError
-from deltasync.feed.replay import restore
 from deltasync.files import temporary_folder_beside
 from deltasync.format.digest import layout_digest
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Bits, Weights
 from deltasync.store.protocol import Store
 from deltasync.trainer.shards import Shards
+from deltasync.upkeep.restore import restore
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from deltasync.checkpoint import WHOLE_NAME, open_checkpoint, write_companion
 from deltasync.errors import DeltasyncError, InvalidInputError
+from deltasync.feed.files import find_files
 from deltasync.feed.log import Log
-from deltasync.feed.plan import Plan
-from deltasync.feed.replay import find_files, open_start, with_fallback
+from deltasync.feed.route import Blocked, Route
 from deltasync.files import locked
 from deltasync.format.layout import Layout
 from deltasync.format.safetensors import header_bytes
@@ -65,18 +65,22 @@ class BareModel:
             if needs_tokenizer and not any(name.startswith(_TOKENIZERS) for name in files):
                 raise InvalidInputError(f"{where} has no tokenizer beside its weights", hint=_NO_TOKENIZER)
 
-            def read_layout(plan: Plan) -> Layout:
-                ref = plan.edges[0].manifest.base
-                if ref is None:
-                    return open_start(log, plan).layout
-                if base is None and not os.path.exists(ref.checkpoint):
-                    raise InvalidInputError(
-                        f"{where} starts from the checkpoint {ref.checkpoint!r:.200}, which is not in the feed",
-                        hint="pass a copy of it with --base DIR, or serve it: -- --model MODEL",
-                    )
-                return open_checkpoint(ref.checkpoint if base is None else base).weights.layout
-
-            return cls(head.version, files, with_fallback(log, head, read_layout))
+            route = Route(log, head)
+            while True:
+                first = route.plan().edges[0]
+                ref = first.manifest.base
+                try:
+                    if ref is None:
+                        return cls(head.version, files, route.open(first).layout)
+                    if base is None and not os.path.exists(ref.checkpoint):
+                        raise InvalidInputError(
+                            f"{where} starts from the checkpoint {ref.checkpoint!r:.200}, which is not in the feed",
+                            hint="pass a copy of it with --base DIR, or serve it: -- --model MODEL",
+                        )
+                    checkpoint = open_checkpoint(ref.checkpoint if base is None else base)
+                    return cls(head.version, files, checkpoint.weights.layout)
+                except Blocked:
+                    continue
 
     def write(self, folder: Path) -> None:
         """Write a folder that vLLM can configure itself from.

@@ -19,6 +19,7 @@ import vllm
 
 from deltasync.errors import InvalidInputError
 from deltasync.feed.log import Log
+from deltasync.feed.route import Route
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.store import opened
 from deltasync.torch.held import require_methods
@@ -168,7 +169,7 @@ class DeltasyncTrainer(TrainerWeightTransferEngine[DeltasyncTrainerInitInfo]):  
             log = Log(store)
             head = log.head()
             if head is not None:
-                require_layout(log, head, layout)
+                require_layout(Route(log, head), layout)
 
 
 __all__ = ["BACKEND", "DeltasyncTrainer", "DeltasyncTrainerInitInfo", "register"]

@@ -20,10 +20,10 @@ from wordle.training import loaded_policy
 
 from deltasync.errors import EngineError
 from deltasync.feed.log import Log
-from deltasync.feed.replay import restore
-from deltasync.feed.verify import verify
 from deltasync.store import open_store
 from deltasync.store.protocol import Store
+from deltasync.upkeep.restore import restore
+from deltasync.upkeep.verify import verify
 
 _TEXTS = 8
 _WITHIN_S = 300.0

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -25,9 +25,8 @@ from deltasync.blocks import Changed
 from deltasync.errors import CorruptError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.fetch import fetch_payloads
 from deltasync.feed.log import Log, manifest_key
-from deltasync.feed.plan import Edge, Plan
-from deltasync.feed.replay import blocking, load, staged_changes, with_fallback
-from deltasync.feed.upkeep import Upkeep
+from deltasync.feed.plan import Edge
+from deltasync.feed.route import Blocked, Route
 from deltasync.feed.writer import LATE_S
 from deltasync.format import keys
 from deltasync.format.layout import Layout
@@ -35,10 +34,12 @@ from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.payload import Block, PayloadHeader, grouped, write_payload
 from deltasync.format.weights import Bits, Changes, Region, Runs, Weights, tensor_parts
 from deltasync.parallel import each
+from deltasync.state import State, load
 from deltasync.store import Feed, opened
 from deltasync.store.leased import creating
 from deltasync.store.patient import PatientStore
 from deltasync.store.protocol import Store
+from deltasync.upkeep.stats import Upkeep
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +117,7 @@ class Compactor:
         self._log = Log(self._store)
         self._levels = tuple(levels)
         self._clock = clock
-        self._weights: Weights | None = None
-        self._at: Manifest | None = None
+        self._state = State()
         self._head: Manifest | None = None
         self._first = 0
         """No skip starts before this version: what is there was pruned or is damaged."""
@@ -135,15 +135,16 @@ class Compactor:
         newer = self._log.head(after=None if self._head is None else self._head.version)
         self._head = newer or self._head or self._log.require_head()
         self.upkeep.head = self._head.version
-        if self._at is not None and not self._is_behind(self._at, self._head):
+        at = self._state.at
+        if at is not None and not self._is_behind(at, self._head):
             return
-        lowest = self._log.floor() if self._at is None else self._windows[-1].start.version
+        lowest = self._log.floor() if at is None else self._windows[-1].start.version
         known = set(self._log.skips(start=lowest))
-        if self._at is None:
+        if at is None:
             self._start(lowest, self._head, known)
-        while self._at is not None and self._is_behind(self._at, self._head):
-            yield from self._close(self._at, known)
-            end = self._next_end(self._at)
+        while (at := self._state.at) is not None and self._is_behind(at, self._head):
+            yield from self._close(at, known)
+            end = self._next_end(at)
             if end <= self._head.version:
                 try:
                     with self.upkeep.phase("replay"):
@@ -163,7 +164,7 @@ class Compactor:
 
     def _start(self, floor: int, head: Manifest, known: set[tuple[int, int]]) -> None:
         """Load the version where the first missing skip starts, if there is one that can be loaded."""
-        self._at = None
+        self._state = State()
         first = max(floor, self._first)
         starts = {
             start
@@ -184,38 +185,30 @@ class Compactor:
 
     def _load(self, manifest: Manifest) -> None:
         """Hold a version that no change leads to from the one before. Windows start there."""
-        self._at = self._weights = None
         self._windows = []
-        self._weights = load(self._log, manifest)
-        self._at = manifest
+        # The old weights go first: there may be no memory for both.
+        self._state = State()
+        self._state = State(load(self._log, manifest), manifest)
         self._windows = [_Window(level, manifest) for level in self._levels]
 
     def _move(self, target: Manifest) -> None:
         """Overwrite the weights with another version, and note what they were."""
-
-        def attempt(plan: Plan) -> None:
-            if plan.edges and plan.edges[0].start is None:
+        route = Route(self._log, target)
+        while self._state.version != target.version:
+            plan = route.plan(self._state.version)
+            if plan.edges[0].start is None:
                 # All weights are cheaper than the changes, or the model is another one: no skip leads over that.
                 self._load(target)
                 return
-            with closing(fetch_payloads(self._store, (edge.manifest for edge in plan.edges))) as payloads:
+            payloads = fetch_payloads(self._store, (edge.manifest for edge in plan.edges))
+            with suppress(Blocked), closing(payloads):
                 for edge in plan.edges:
-                    with blocking(edge):
-                        self._apply(edge, staged_changes(edge, payloads, self._held()))
-
-        def start() -> int | None:
-            return None if self._at is None else self._at.version
-
-        with_fallback(self._log, target, attempt, start=start)
-
-    def _held(self) -> Weights:
-        if self._weights is None:
-            raise CorruptError("the weights are of no version")
-        return self._weights
+                    with route.using(edge):
+                        self._apply(edge, self._state.stage(edge, payloads))
 
     def _apply(self, edge: Edge, staged: Sequence[Changes]) -> None:
-        weights, at = self._held(), self._at
-        if at is None or edge.manifest.parent_digest != at.digest:
+        weights = self._state.require_weights()
+        if edge.manifest.parent_digest != self._state.digest:
             raise CorruptError(
                 f"{edge.key} starts from another digest than that of version {edge.start}",
                 rule="chain.link",
@@ -223,27 +216,24 @@ class Compactor:
                 version=edge.end,
             )
         replaced = _merged(weights.layout, each(partial(_bits_before, weights), staged))
-        # An interruption leaves weights of no version.
-        self._at = None
-        blocks.overwrite_all(weights, staged)
+        self._state.apply(staged, edge.manifest)
         self._windows[0].replaced.append(replaced)
-        self._at = edge.manifest
 
     def _close(self, at: Manifest, known: set[tuple[int, int]]) -> Iterator[Manifest]:
         """Write the skips that end at this version, the lowest level first."""
         for window, above in zip(self._windows, [*self._windows[1:], None], strict=True):
             if not window.is_due(at):
                 continue
-            before = _Before(self._held(), window.replaced)
+            before = _Before(self._state.require_weights(), window.replaced)
             is_whole = at.version - window.start.version == window.level
             skip = None
             if is_whole and (window.start.version, at.version) not in known:
                 with self.upkeep.phase("encode"):
-                    coded = blocks.encode_difference(before, self._held())
+                    coded = blocks.encode_difference(before, self._state.require_weights())
                 skip = self._commit(window.start, at, coded)
             if above is not None:
                 with self.upkeep.phase("encode"):
-                    above.replaced.append(_difference(self._held(), before))
+                    above.replaced.append(_difference(self._state.require_weights(), before))
             window.start, window.replaced = at, []
             if skip is not None:
                 yield skip
@@ -288,7 +278,9 @@ class Compactor:
 
     def _payload(self, start: Manifest, end: Manifest, group: Sequence[Block]) -> bytes:
         digest = sum((block.digest for block in group), start.digest)
-        return write_payload(PayloadHeader("delta", self._held().layout, start.digest, digest, end.version), group)
+        return write_payload(
+            PayloadHeader("delta", self._state.require_weights().layout, start.digest, digest, end.version), group
+        )
 
     def _is_late(self, put_unix_s: float) -> bool:
         return abs(self._clock() - put_unix_s) > LATE_S

@@ -10,9 +10,8 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from deltasync.errors import (
@@ -25,9 +24,8 @@ from deltasync.errors import (
 )
 from deltasync.feed.fetch import fetch
 from deltasync.feed.log import READ_THREADS, RELAY_ENGINE, Log, is_live, parse_manifest
-from deltasync.feed.plan import Edge, Plan
-from deltasync.feed.replay import BlockedError, blocking, with_fallback
-from deltasync.feed.upkeep import Upkeep
+from deltasync.feed.plan import Edge
+from deltasync.feed.route import Blocked, Route
 from deltasync.feed.writer import LATE_S, Writer
 from deltasync.format import keys
 from deltasync.format.manifest import Kind, Manifest, PayloadRef
@@ -39,6 +37,7 @@ from deltasync.store.patient import PatientStore
 from deltasync.store.probe import probe_clock
 from deltasync.store.protocol import Store
 from deltasync.store.reading import get_manifest, with_reread
+from deltasync.upkeep.stats import Upkeep
 
 logger = logging.getLogger(__name__)
 
@@ -266,7 +265,7 @@ class Relay:
             targets = [self._source.read(at.version + 1), head]
         for target in targets:
             try:
-                with_fallback(self._source, target, partial(self._send_plan, sent), start=lambda: self.version)
+                self._send_to(target, sent)
                 return
             except NotFoundError as error:
                 # The source has pruned it, or is a copy that left it out: a later version may have a way to it.
@@ -279,10 +278,14 @@ class Relay:
         floor = self._source.floor()
         return self._source.read(floor)
 
-    def _send_plan(self, sent: list[Relayed], plan: Plan) -> None:
-        for edge in plan.edges:
-            with blocking(edge):
-                sent.append(self._send(edge))
+    def _send_to(self, target: Manifest, sent: list[Relayed]) -> None:
+        """Send the cheapest edges to a version, and others where one of them cannot be used."""
+        route = Route(self._source, target)
+        while self.version != target.version:
+            with suppress(Blocked):
+                for edge in route.plan(self.version).edges:
+                    with route.using(edge):
+                        sent.append(self._send(edge))
 
     def _send(self, edge: Edge) -> Relayed:
         """Make an edge part of the copy: payloads, its own manifest, then those of all versions up to its end."""
@@ -343,18 +346,18 @@ class Relay:
         if 0 < self._others_due_unix_s - now_unix_s <= OTHERS_S:
             return
         for edge in self._others():
-            sent_bytes = 0
+            sent_bytes, route = 0, Route(self._source, edge.manifest)
             try:
                 for ref in edge.manifest.payloads:
-                    with blocking(edge):
+                    with route.using(edge):
                         sent_bytes += self._put(ref)
                     yield from self._send_versions()
-                with blocking(edge):
+                with route.using(edge):
                     sent_bytes += self._renew(edge.manifest.payloads)
                     with self.upkeep.phase("commit"):
                         manifest_bytes = self._copy_manifest(edge.key)
                     sent_bytes += self._require_kept(edge.manifest.payloads)
-            except BlockedError as error:
+            except Blocked as error:
                 logger.info("%s is not copied: %s", edge.key, error.cause)
                 continue
             for ref in edge.manifest.payloads:

@@ -14,8 +14,6 @@ from deltasync.arguments import instance, seconds, whole_number
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
 from deltasync.feed.log import READ_THREADS, Log, is_live, read_manifest
 from deltasync.feed.plan import Edge, cheapest_paths
-from deltasync.feed.survey import ORPHAN_S, Known, Survey, is_given_up, manifest_items, reachable, survey
-from deltasync.feed.upkeep import Upkeep
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import FloorRecord, Heartbeat, Pin
@@ -24,6 +22,8 @@ from deltasync.store import Feed, opened
 from deltasync.store.patient import PatientStore
 from deltasync.store.probe import PATIENCE_S, probe_clock
 from deltasync.store.protocol import Store
+from deltasync.upkeep.stats import Upkeep
+from deltasync.upkeep.survey import ORPHAN_S, Known, Survey, is_given_up, manifest_items, reachable, survey
 
 logger = logging.getLogger(__name__)
 

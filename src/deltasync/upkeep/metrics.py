@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from deltasync.feed.relay import Relay
-from deltasync.feed.upkeep import Upkeep
 from deltasync.metrics import Samples, counter, gauge
+from deltasync.upkeep.relay import Relay
+from deltasync.upkeep.stats import Upkeep
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

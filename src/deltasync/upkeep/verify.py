@@ -10,17 +10,18 @@ from typing import Any
 
 from deltasync.arguments import optional_path
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
-from deltasync.feed.fetch import fetch_files, fetch_payloads
+from deltasync.feed.fetch import fetch_payloads
+from deltasync.feed.files import fetch_files
 from deltasync.feed.log import Log, require_follows
 from deltasync.feed.plan import Edge
-from deltasync.feed.replay import apply_edge, decode_edge, open_base, require_digest, zeros
-from deltasync.feed.survey import ORPHAN_S, Survey, is_given_up, reachable, survey, without_pruned
+from deltasync.feed.route import open_base
 from deltasync.format import keys
 from deltasync.format.manifest import PayloadRef
 from deltasync.format.payload import Payload
-from deltasync.format.weights import Weights
 from deltasync.parallel import Progress, counting
+from deltasync.state import State, zeros
 from deltasync.store import Feed, opened
+from deltasync.upkeep.survey import ORPHAN_S, Survey, is_given_up, reachable, survey, without_pruned
 
 _SURVEYS = 3
 """How often a feed is read if its floor is above its head: both may rise at the same time."""
@@ -51,7 +52,7 @@ class DeepCheck:
         self._edges = [edge for edge in survey.edges() if edge.key not in known_bad and survey.holds(edge)]
         self._bridges = _bridges(self._edges)
         self._count = counting(progress, "verify", sum(edge.nbytes for edge in self._edges))
-        self._held: tuple[int, Weights] | None = None
+        self._state = State(scratch=True)
         self._not_decoded = 0
         self._absent_bases: list[str] = []
 
@@ -77,54 +78,40 @@ class DeepCheck:
 
     def _check(self, edge: Edge) -> None:
         payloads = fetch_payloads(self._log.store, [edge.manifest], verify_blocks=True)
-        held = self._weights_of(edge.end if edge.start is None else edge.start)
+        is_held = self._state.version == (edge.end if edge.start is None else edge.start)
         if edge.manifest.kind == "base":
             try:
                 base = open_base(edge, at=self._base)
             except NotFoundError as error:
                 self._absent_bases.append(f"the base of version {edge.end}, and the versions built on it: {error}")
                 return
-            self._held = None
-            self._rebuild(edge, payloads, zeros(base.layout), base=base)
-        elif edge.start is None and held is None:
+            self._state = State(zeros(base.layout), edge.manifest, scratch=True)
+            self._state.require_weights().copy_from(base)
+        elif edge.start is None and not is_held:
             first = next(payloads, None)
             if first is not None:
-                self._held = None
-                self._rebuild(edge, chain((first,), payloads), zeros(first.header.layout), is_proved=False)
-        elif held is not None and (edge.manifest.kind == "delta" or edge.key in self._bridges):
-            self._rebuild(edge, payloads, held, is_proved=edge.end != self._head)
+                self._state = State(zeros(first.header.layout), scratch=True)
+                self._rebuild(edge, chain((first,), payloads), is_proved=False)
+        elif is_held and (edge.manifest.kind == "delta" or edge.key in self._bridges):
+            self._rebuild(edge, payloads, is_proved=edge.end != self._head)
+        elif is_held:
+            for nbytes in self._state.check(edge, payloads):
+                self._add(nbytes)
         else:
-            self._check_aside(edge, payloads, held)
-
-    def _rebuild(
-        self,
-        edge: Edge,
-        payloads: Iterator[Payload],
-        weights: Weights,
-        *,
-        base: Weights | None = None,
-        is_proved: bool = True,
-    ) -> None:
-        """Apply an edge and hold its version. Blocks add up to the digest of a delta: only the head's is checked."""
-        # The weights are of no version until the whole edge is applied.
-        self._held = None
-        apply_edge(edge, payloads, weights, base=base, on_payload=self._count)
-        if not is_proved:
-            require_digest(edge, weights)
-        self._held = edge.end, weights
-
-    def _check_aside(self, edge: Edge, payloads: Iterator[Payload], old: Weights | None) -> None:
-        """Decode a skip, or an anchor of weights that were rebuilt already, without keeping the result."""
-        if old is None:
             self._not_decoded += 1
             for payload in payloads:
                 for _ in payload.blocks():
                     pass
                 self._add(payload.nbytes)
-            return
-        for _, ref in decode_edge(edge, payloads, old, lambda changes: None):
-            if ref is not None:
-                self._add(ref.nbytes)
+
+    def _rebuild(self, edge: Edge, payloads: Iterator[Payload], *, is_proved: bool) -> None:
+        """Hold the version of an edge. Blocks add up to the digest of a delta: only that of the head is checked."""
+        for nbytes in self._state.take(edge, payloads):
+            self._add(nbytes)
+        if is_proved:
+            self._state.at = edge.manifest
+        else:
+            self._state.prove(edge)
 
     def _add(self, nbytes: int) -> None:
         if self._count is not None:
@@ -140,9 +127,6 @@ class DeepCheck:
                 fetch_files(self._log.store, edges[0].manifest, trust_code=True)
             except _DAMAGE as error:
                 self.damaged.update((edge.key, error) for edge in edges)
-
-    def _weights_of(self, version: int) -> Weights | None:
-        return self._held[1] if self._held is not None and self._held[0] == version else None
 
 
 def _bridges(edges: Collection[Edge]) -> set[str]:

@@ -1,0 +1,177 @@
+"""The ways to a version: the cheapest plan, and others where an edge of it turns out to be damaged or missing."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltasync import blocks
+from deltasync.checkpoint import open_checkpoint
+from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, MismatchError, NotFoundError
+from deltasync.feed.base import locate_base
+from deltasync.feed.log import Log, manifest_key
+from deltasync.feed.plan import Edge, Plan, plan
+from deltasync.format import keys
+from deltasync.format.layout import Layout
+from deltasync.format.manifest import Manifest
+from deltasync.format.payload import Payload
+from deltasync.format.weights import Weights
+from deltasync.store.reading import with_reread
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """The layout of a plan that starts from nothing, and the weights of its base if it starts with one."""
+
+    layout: Layout
+    base: Weights | None = None
+
+
+class Blocked(Exception):  # noqa: N818 - not an error: the next plan goes around the edge
+    """An edge of a plan cannot be used. The route avoids it from then on."""
+
+    def __init__(self, edge: Edge, cause: DeltasyncError) -> None:
+        super().__init__(str(cause))
+        self.edge = edge
+        self.cause = cause
+
+
+class Route:
+    """How to get to the version `goal` of a feed, from nothing or from a version that the caller holds.
+
+    Take the plan of `plan`, and use each edge in a `using` block. If that raises Blocked, ask for the next plan. `base`
+    is a local copy of the checkpoint that the feed started with. `rerouted` counts edges that could not be used; an
+    advance of a state takes the count over.
+    """
+
+    def __init__(self, log: Log, goal: Manifest, *, base: Path | None = None) -> None:
+        self.log = log
+        self.goal = goal
+        self.rerouted = 0
+        self._base = base
+        self._avoid: set[str] = set()
+        self._first: DeltasyncError | None = None
+        self._blocked: Blocked | None = None
+        self._from_nothing: Plan | None = None
+        self._starts: dict[str, Start] = {}
+
+    def plan(self, held: int | None = None) -> Plan:
+        """The cheapest plan from version `held`, without edges that could not be used.
+
+        If none is left, the error of the first edge that could not be used is raised.
+        """
+        step = Edge(manifest_key(self.goal), self.goal)
+        if held is None and self._from_nothing is not None:
+            return self._from_nothing
+        try:
+            if held is not None and step.start == held and self.goal.kind == "delta" and step.key not in self._avoid:
+                # The next version's delta is the plan. Nothing has to be listed for that.
+                chosen = Plan((step,))
+            else:
+                chosen = plan(self.log, self.goal, start=held, avoid=self._avoid)
+        except NotFoundError as error:
+            raise self._explained(error if self._first is None else self._first) from None
+        if self._blocked is not None:
+            # Not before there is another plan: without one, the error that is raised says the same.
+            logger.warning("cannot use %s, trying another plan: %s", self._blocked.edge.key, self._blocked.cause)
+            self._blocked = None
+        if held is None:
+            self._from_nothing = chosen
+        return chosen
+
+    def start(self) -> Start:
+        """Where the plan from nothing starts. Edges that cannot be used for that are avoided."""
+        while True:
+            try:
+                return self.open(self.plan().edges[0])
+            except Blocked:
+                continue
+
+    @contextmanager
+    def using(self, edge: Edge) -> Iterator[None]:
+        """Turn damage, absence and mismatches in the block into Blocked, and avoid the edge from then on."""
+        try:
+            yield
+        except (CorruptError, FormatError, MismatchError, NotFoundError) as error:
+            self._first = error if self._first is None else self._first
+            self._blocked = Blocked(edge, error)
+            self._avoid.add(edge.key)
+            self._from_nothing = None
+            self.rerouted += 1
+            raise self._blocked from error
+
+    def open(self, edge: Edge) -> Start:
+        """Read the layout from the first payload of an edge from nothing, or open the base that it names; once."""
+        if edge.key not in self._starts:
+            with self.using(edge):
+                if edge.manifest.kind == "base":
+                    weights = open_base(edge, at=self._base)
+                    self._starts[edge.key] = Start(weights.layout, weights)
+                else:
+                    self._starts[edge.key] = Start(with_reread(lambda: self._read_layout(edge)))
+        return self._starts[edge.key]
+
+    def _read_layout(self, edge: Edge) -> Layout:
+        ref = edge.manifest.payloads[0]
+        key = keys.payload_key(ref.sha256)
+        payload = Payload.open(lambda offset, length: self.log.store.get_range(key, offset, length), ref.nbytes)
+        if payload.header.layout.sha256 != edge.manifest.layout_sha256:
+            raise CorruptError(f"{key} has another layout than its manifest", rule="manifest.layout", key=key)
+        return payload.header.layout
+
+    def _explained(self, error: DeltasyncError) -> DeltasyncError:
+        """Below the floor, something is missing because it was pruned: say so."""
+        floor = self.log.floor()
+        if not isinstance(error, NotFoundError) or self.goal.version >= floor:
+            return error
+        return NotFoundError(
+            f"version {self.goal.version} was pruned: {self.log.store.url} keeps versions from {floor} on "
+            f"({error.message})",
+            version=self.goal.version,
+            key=error.key,
+            hint=f"choose version {floor} or a later one",
+        )
+
+
+def open_base(edge: Edge, *, at: Path | None = None) -> Weights:
+    """The weights of the checkpoint that a base names, or of the copy `at` another path, checked by their digest.
+
+    NotFoundError if the checkpoint is not available; MismatchError if it has other tensors or other bits.
+    """
+    manifest = edge.manifest
+    if manifest.base is None:
+        raise InvalidInputError(f"version {manifest.version} is not a base")
+    checkpoint = open_checkpoint(locate_base(manifest) if at is None else at)
+    if checkpoint.weights.layout.sha256 != manifest.layout_sha256:
+        raise MismatchError(
+            f"{checkpoint.path} has other tensors than the base of version {manifest.version}",
+            version=manifest.version,
+            rule="base.layout",
+            hint="pass the checkpoint that the feed started with",
+        )
+    try:
+        require_digest(edge, checkpoint.weights)
+    except CorruptError as error:
+        raise MismatchError(
+            f"{checkpoint.path} is not the base of version {manifest.version}: {error.message}",
+            version=manifest.version,
+            rule="base.digest",
+            hint="pass the checkpoint, at the same revision, that the feed started with",
+        ) from error
+    return checkpoint.weights
+
+
+def require_digest(edge: Edge, weights: Weights, *, on_progress: blocks.OnProgress | None = None) -> None:
+    """CorruptError unless the weights have the state digest that the manifest of the edge promises."""
+    digest = blocks.digest(weights, on_progress=on_progress)
+    if digest != edge.manifest.digest:
+        raise CorruptError(
+            f"the weights of version {edge.end} have the digest {digest}, but its manifest promises "
+            f"{edge.manifest.digest}",
+            rule="restore.digest",
+            key=edge.key,
+            version=edge.end,
+        )

@@ -1,0 +1,1 @@
+"""Look after a feed: verify it, prune it, write skips, copy it."""

@@ -12,9 +12,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
 from support.helpers import State
 
-from deltasync.format.weights import Weights
+from deltasync import AnchorPolicy, PublisherOptions
 
 EXPECTED = Path(__file__).parent / "expected"
 IS_WRITING = os.environ.get("DELTASYNC_GOLDEN") == "write"
@@ -73,8 +74,26 @@ def _tensor(name: str, dtype: Any, shape: tuple[int, ...], step: int) -> np.ndar
     return bits.view(kind).reshape(shape)
 
 
-def fixed_weights(step: int = 0) -> Weights:
-    return Weights.of(fixed_state(step))
+def fixed_tensors(step: int = 0) -> dict[str, torch.Tensor]:
+    """The same as tensors of torch."""
+    types = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
+    tensors = {}
+    for name, array in fixed_state(step).items():
+        dtype = types.get(array.dtype.name) or getattr(torch, array.dtype.name)
+        tensor = tensors[name] = torch.empty(array.shape, dtype=dtype)
+        if array.size:
+            tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(array.reshape(-1).view(np.uint8).copy()))
+    return tensors
+
+
+FILES = {"config.json": b'{"model_type": "golden"}', "tokenizer/vocab.txt": b"a\nb\n"}
+
+ON_REQUEST = AnchorPolicy(bytes_ratio=None)
+"""No anchors but the first and those that are asked for: others come when a thread has the time."""
+
+
+def options(**given: Any) -> PublisherOptions:
+    return PublisherOptions(**{"anchors": ON_REQUEST, "wait": True, "files": FILES, **given})
 
 
 def stored(data: bytes, *level: Any, **options: Any) -> bytes:

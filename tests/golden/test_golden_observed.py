@@ -17,15 +17,15 @@ from support import LONG_S
 from support.replicas import wait_until
 
 from deltasync import Advance, Follower, PublisherMetrics, PublishEvent, Retention
-from deltasync.feed.compact import Compactor
-from deltasync.feed.metrics import UpkeepCollector
-from deltasync.feed.relay import Relay
-from deltasync.feed.upkeep import Upkeep
 from deltasync.replica.hook import HookStatus
 from deltasync.replica.metrics import FollowerCollector
 from deltasync.store.memory import MemoryStore
 from deltasync.torch import ModuleTarget, Publisher
 from deltasync.trackers import event_metrics
+from deltasync.upkeep.compact import Compactor
+from deltasync.upkeep.metrics import UpkeepCollector
+from deltasync.upkeep.relay import Relay
+from deltasync.upkeep.stats import Upkeep
 
 
 class Spans(SpanExporter):

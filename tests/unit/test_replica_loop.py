@@ -35,6 +35,7 @@ from deltasync.format import keys
 from deltasync.format.sealed import Heartbeat
 from deltasync.format.weights import Weights
 from deltasync.replica import loop
+from deltasync.replica.events import Advance
 from deltasync.replica.follower import Follower
 from deltasync.replica.proved import ProvedTarget
 from deltasync.replica.target import Staged
@@ -88,6 +89,39 @@ def test_the_next_version_is_read_while_the_last_is_committed() -> None:
     assert not raised
     assert target.shown == [0, 1, 2]
     assert target.whole == [True, False, False]
+    assert target.holds(feed.states[2])
+
+
+def test_a_version_is_told_to_be_live_before_the_read_ahead_ends() -> None:
+    """Reading ahead may take an hour: nobody waits for that to learn what is live."""
+    feed, moves, served = long_feed(2), Moves(), []
+    first = feed.payload_keys(feed.log.read(1))[0]
+    later: list[str] = []
+    is_reading, is_told = threading.Event(), threading.Event()
+
+    def plan(operation: Operation) -> None:
+        if operation.key == first and not later:
+            # Too late for the advance in progress, in time for reading ahead.
+            later.extend(feed.payload_keys(feed.delta(small_step(feed))))
+        elif operation.key in later:
+            is_reading.set()
+            assert is_told.wait(LONG_S), "it is told only after what was read ahead is there"
+
+    def observe(moved: Advance) -> None:
+        moves(moved)
+        if moved.version == 1:
+            served.append((replica.status().version, is_reading.is_set()))
+            is_told.set()
+
+    target = target_for(feed)
+    replica = follower(FaultyStore(feed.store, plan), target, observer=observe)
+    replica.advance(to=0)
+    target.fails = lambda staged: wait_until(lambda: staged.version != 1 or is_reading.is_set())
+    with following(replica) as raised:
+        moves.await_version(2)
+    assert not raised
+    assert served == [(1, True)]
+    assert target.shown == [0, 1, 2]
     assert target.holds(feed.states[2])
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support import LONG_S, join
-from support.feeds import NEVER
+from support.feeds import NEVER, NOW_UNIX_S
 from support.helpers import BF16, changed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -35,7 +35,9 @@ from deltasync.errors import (
     RankError,
     StoreError,
 )
-from deltasync.feed.writer import Writer
+from deltasync.feed.log import Log
+from deltasync.feed.writer import LATE_S, Writer
+from deltasync.format import keys
 from deltasync.format.digest import layout_digest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import BaseRef, Manifest
@@ -246,7 +248,12 @@ class Seat:
         table._given[self._rank] = mine
         table._meet.wait(LONG_S)
         if self._rank == 0:
-            table._result = decide(table._given)
+            try:
+                table._result = decide(table._given)
+            except BaseException:
+                # The others would wait for a result.
+                table._meet.abort()
+                raise
         table._meet.wait(LONG_S)
         result: R = table._result
         return result
@@ -360,6 +367,60 @@ def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Pat
         assert restored.layout == whole.layout
         for found_bits, bits in zip(restored.arrays, whole.arrays, strict=True):
             assert found_bits.tobytes() == bits.tobytes()
+
+
+class Waiting(Seat):
+    """A place at which `then` is called once, after this rank has put its payloads and before it says so."""
+
+    def __init__(self, table: Table, rank: int, then: Callable[[], None]) -> None:
+        super().__init__(table, rank, None)
+        self._then = [then]
+
+    def agree(self, about: str, mine: T, decide: Callable[[Sequence[T]], R]) -> R:
+        if self._then:
+            self._then.pop()()
+        return super().agree(about, mine, decide)
+
+
+@pytest.mark.parametrize("skew_s", [-600.0, 600.0])
+@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("kind", ["anchor", "delta"])
+def test_payloads_that_one_rank_put_hours_before_the_other_are_put_again(kind: str, early: int, skew_s: float) -> None:
+    """`prune` may have removed them. The clocks of the ranks differ, and only the early one knows when it put."""
+    store, table, wholes = MemoryStore(), Table(2), [Weights.of(model()), Weights.of(changed(model(), seed=1))]
+    hours_later, slept_s = threading.Event(), 0.0
+
+    def sleep() -> None:
+        """Hours pass, in which a pruner removes what no manifest names, and then the other rank puts its part."""
+        nonlocal slept_s
+        slept_s = 2.0 * LATE_S
+        named = {ref.sha256 for version in Log(store).versions() for ref in Log(store).read(version).payloads}
+        for item in store.list(keys.PAYLOADS):
+            if keys.parse_payload_key(item.key) not in named:
+                store.delete(item.key)
+        hours_later.set()
+
+    def run(rank: int) -> None:
+        writer = Writer(store, clock=lambda: NOW_UNIX_S + skew_s * rank + slept_s)
+        if rank == 0:
+            writer.open()
+        shards = shards_of(wholes[0].layout, rank, 2)
+        shadow = Shadow(shard_of(wholes[0], shards), None)
+        new = Weights(shards.local, shard_of(wholes[1], shards).arrays)
+        captured = capture(Weights(shards.local, shadow.weights.arrays), new)
+        prompt = VersionWriter(writer=writer, layout=wholes[0].layout, shards=shards, group=table.seat(rank))
+        seat = Waiting(table, rank, sleep) if rank == early else table.seat(rank, hours_later)
+        tired = replace(prompt, group=seat)
+        if kind == "anchor":
+            tired.anchor(shadow.weights, None, Metadata(step=0))
+        else:
+            made = prompt.anchor(shadow.weights, None, Metadata(step=0)).manifest
+            tired.delta(partial(blocks.encode_changes, shadow.weights, captured), made, Metadata(step=1))
+
+    together(2, run)
+    assert slept_s, "hours have passed"
+    found = verify(store, deep=True)
+    assert (found.damages, found.restorable) == ((), (0,) if kind == "anchor" else (0, 1))
 
 
 def test_a_base_has_the_digest_of_all_ranks() -> None:

@@ -158,7 +158,7 @@ class State:
         applied = Applied() if applied is None else applied
         first = plan.edges[0]
         base = None
-        if first.start is None:
+        if first.start is None and not self._has_room(first):
             start = route.open(first)
             base = start.base
             self._allocate(start.layout, applied)
@@ -326,6 +326,11 @@ class State:
 
     def _forget(self) -> None:
         self._writing, self._written = None, frozenset()
+
+    def _has_room(self, edge: Edge) -> bool:
+        """Whether these weights were made for the version, so that nothing has to be read to know its layout."""
+        is_fitting = self.weights is not None and self.weights.layout.sha256 == edge.manifest.layout_sha256
+        return self._is_scratch and is_fitting and edge.manifest.kind != "base"
 
     def _allocate(self, layout: Layout, applied: Applied) -> None:
         if self.weights is None or self.weights.layout != layout:

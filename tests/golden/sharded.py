@@ -26,7 +26,7 @@ def main(rank: int, size: int, folder: Path) -> None:
             tensors = golden.fixed_tensors(step)
             for name, dimension in SHARDED.items():
                 tensors[name] = distribute_tensor(tensors[name], mesh, [Shard(dimension)], src_data_rank=None)
-            publisher.publish(tensors, step=step, anchor=step == 2).wait()
+            publisher.publish(tensors, step=step, anchor=step == 2).wait(600)
     dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from golden import FILES, Labels, check_json, fixed_state, fixed_tensors, noise, options
-from support import LONG_S
+from support import LONG_S, processes
 from support.feeds import NoFenceStore
 from support.helpers import write_sharded
 
@@ -161,17 +162,12 @@ def test_a_sharded_feed_of_one_rank() -> None:
 @pytest.mark.e2e
 def test_a_feed_of_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("sharded.py"))]
-    ranks = [
-        subprocess.Popen([*command, str(rank), "2", str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
+    with ExitStack() as ended:
+        starts = ([*command, str(rank), "2", str(tmp_path)] for rank in range(2))
+        ranks = [ended.enter_context(processes.running(start, stderr=subprocess.PIPE)) for start in starts]
         for process in ranks:
             _, err = process.communicate(timeout=LONG_S)
             assert process.returncode == 0, err
-    finally:
-        for process in ranks:
-            process.kill()
     check_json("bytes_ranks.json", objects(open_store(tmp_path / "feed")))
 
 

@@ -373,10 +373,12 @@ def made(fixed: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parser is made once, and nothing has to survive a power cut."""
+    """The parser is made once, nothing has to survive a power cut, and no command gives up on a busy machine."""
+    now_s = time.monotonic
     monkeypatch.setattr(cli, "build_parser", PARSER)
     monkeypatch.setattr(os, "fsync", lambda file: None)
     monkeypatch.setattr(LocalStore, "create", CREATE)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s() / 1000)
 
 
 def copy_or_link(source: str, destination: str) -> None:

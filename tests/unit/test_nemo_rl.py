@@ -246,7 +246,6 @@ def test_many_refits_after_one_preparation(tmp_path: Path, module: Any, monkeypa
         engine.close()
 
 
-@pytest.mark.xfail(strict=True, reason="a version that is held is proved by a digest of all of its weights")
 def test_a_refit_digests_what_changed_and_not_all_weights(
     tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from deltasync.format import keys
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.sealed import FeedRecord
 from deltasync.store import file_path
-from deltasync.store.leased import LeasedStore
+from deltasync.store.leased import LeasedStore, UnfencedStore
 from deltasync.store.patient import PatientStore
 from deltasync.store.probe import probe_fencing, probe_put
 from deltasync.store.protocol import Data, Store
@@ -180,7 +180,8 @@ class Writer:
     def _require_feed(self) -> None:
         if self.log.feed() is None:
             record = FeedRecord(secrets.token_hex(8), int(self.clock()))
-            if self.store.create(keys.FEED, record.to_bytes()):
+            store = self._patient if self._lease is None else UnfencedStore(self._patient)
+            if store.create(keys.FEED, record.to_bytes()):
                 logger.info("a new feed begins at %s", self.store.url)
 
     def _create(self, key: str, data: bytes) -> None:

@@ -11,25 +11,24 @@ from deltasync.errors import ConflictError, NotFoundError
 from deltasync.format import keys
 from deltasync.format.sealed import LeaseRecord
 from deltasync.store.protocol import Data, Store, WrapperStore
-from deltasync.store.reading import get_record, with_reread
+from deltasync.store.reading import get_manifest, get_record, with_reread
 
 LEASE_S = 120
 """Seconds for which the lease of a writer that died keeps others out."""
 
 
 class UnfencedStore(WrapperStore):
-    """Creates objects by a look, a put and a read: of two that create one at once, both may be told that they did."""
+    """Creates manifests and records by a look, a put and a read: of two that do it at once, both may seem to win."""
 
     def create(self, key: str, data: Data) -> bool:
-        if self._stored(key, data) is not None:
+        if self._stored(key) is not None:
             return False
         self._store.put(key, data)
-        return self._stored(key, data) == data
+        return self._stored(key) == data
 
-    def _stored(self, key: str, data: Data) -> bytes | None:
-        """What is there, up to one byte more than `data` has."""
+    def _stored(self, key: str) -> bytes | None:
         try:
-            return self._store.get_range(key, 0, len(data) + 1)
+            return get_manifest(self._store, key)
         except NotFoundError:
             return None
 

@@ -103,9 +103,9 @@ class State:
         self.at = at
         self._is_scratch = scratch
         self._writing: int | None = None
-        """The version that an interrupted attempt was writing from nothing."""
+        """The version that an interrupted attempt was writing."""
         self._written: frozenset[str] = frozenset()
-        """The payloads of it that were written."""
+        """The payloads of it that were written from nothing."""
 
     @property
     def version(self) -> int | None:
@@ -201,7 +201,7 @@ class State:
         if edge.start is None:
             yield from self._take_whole(edge, payloads, applied, base, have)
         elif self._is_scratch:
-            self.at = None
+            self._begin(edge.manifest)
             for _, ref in self._decoded(edge, payloads, "write", applied):
                 if ref is not None:
                     yield ref.nbytes

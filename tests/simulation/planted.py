@@ -16,6 +16,7 @@ from deltasync.replica import mirror
 from deltasync.replica.proved import ProvedTarget
 from deltasync.state import Applied
 from deltasync.store.leased import LEASE_S, LeasedStore
+from deltasync.store.patient import PatientStore
 from deltasync.trainer import pipeline, publisher, version
 from deltasync.trainer.anchoring import PastWeights
 from deltasync.trainer.capture import in_blocks
@@ -77,6 +78,14 @@ def _always_conflict(self: Writer, key: str, data: bytes) -> None:
     raise ConflictError(f"{key} exists", key=key)
 
 
+@contextmanager
+def _no_read_back() -> Iterator[None]:
+    """A create without an answer has failed, and an object that is there is another writer's."""
+    is_not_ours = mock.patch.object(PatientStore, "_has", return_value=False)
+    with is_not_ours, mock.patch.object(Writer, "_settle", _always_conflict):
+        yield
+
+
 def _own_clock(store: object) -> float:
     """The clock of the process in place of the store's."""
     return scheduler().now_s + scheduler().current.process.clock_offset_s
@@ -110,7 +119,7 @@ PLANTED: dict[str, Plant] = {
     "commit before payload": _commit_before_payload,
     "shadow advanced before the commit": _patch(Pipeline, "_write_delta", _advance_early),
     "prune by its own clock": _patch(prune, "probe_clock", _own_clock),
-    "no read-back after a lost response": _patch(Writer, "_settle", _always_conflict),
+    "no read-back after a lost response": _no_read_back,
     "lost commit not looked for": _patch(VersionWriter, "lost_commit", lambda self, parent, digest_delta: None),
     "shadow file trusted without its digest": _patch(publisher, "blocks", SimpleNamespace(digest=lambda w: _Equal())),
     "mirror file trusted without its digest": _patch(mirror.MappedState, "open", _trust_record),

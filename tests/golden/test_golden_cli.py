@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 from golden import DURATIONS, TIMES, Labels, check, check_json, fixed_state, without
+from support import LONG_S
 from support.helpers import resealed, write_sharded
 
 import deltasync
+from deltasync.cli import folders
 from deltasync.cli import main as cli
 from deltasync.format import keys
 from deltasync.format.sealed import Heartbeat
@@ -29,6 +31,8 @@ CREATE = LocalStore.create
 PARSER = cache(cli.build_parser)
 Out = pytest.CaptureFixture[str]
 
+SETTLE_S = 0.05
+"""Of `publish --watch`."""
 CHECKPOINTS = 6
 """Of the first five, the feed is made; it has an anchor at version 3."""
 
@@ -374,11 +378,10 @@ def made(fixed: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parser is made once, nothing has to survive a power cut, and no command gives up on a busy machine."""
-    now_s = time.monotonic
     monkeypatch.setattr(cli, "build_parser", PARSER)
     monkeypatch.setattr(os, "fsync", lambda file: None)
     monkeypatch.setattr(LocalStore, "create", CREATE)
-    monkeypatch.setattr(time, "monotonic", lambda: now_s() / 1000)
+    monkeypatch.setattr(folders, "_ONCE_SETTLES", LONG_S / SETTLE_S)
 
 
 def copy_or_link(source: str, destination: str) -> None:

@@ -11,11 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Literal
-
-import numpy as np
 
 from deltasync import blocks
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
@@ -28,7 +25,7 @@ from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Kind, Manifest, PayloadRef
 from deltasync.format.payload import Payload
-from deltasync.format.weights import Changes, Region, Runs, Weights
+from deltasync.format.weights import Changes, Region, Runs, Weights, zeros
 from deltasync.parallel import Progress, counting, each
 from deltasync.past import Past, bits_before
 
@@ -36,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2
 """How often one advance may find that the weights lost their bits."""
-
-_ALIGNED = 64
-"""Where the memory of a tensor begins: at multiples of this many bytes, as lines of the cache do."""
 
 _Use = Literal["keep", "drop", "write", "compare"]
 """What becomes of decoded changes: keep them, drop them, write them, or write and keep those that differ."""
@@ -154,7 +148,7 @@ class State:
         while self.version != route.goal.version or self.digest != route.goal.digest:
             plan = None if self.version == route.goal.version else route.plan(self.version)
             if plan is None or self._has_diverged(route, plan.edges[0]):
-                logger.warning("version %s of the mirror is not that of the feed: rebuilding it", self.version)
+                logger.warning("the weights of version %s are not those of the feed: rebuilding them", self.version)
                 self.discard(applied)
                 continue
             try:
@@ -168,9 +162,9 @@ class State:
                 lost += 1
                 if lost == ATTEMPTS:
                     raise CorruptError(
-                        f"the mirror lost its bits {ATTEMPTS} times while it advanced to version {route.goal.version}",
+                        f"the weights lost their bits {ATTEMPTS} times on the way to version {route.goal.version}",
                         version=route.goal.version,
-                        rule="mirror.digest",
+                        rule="state.digest",
                         hint="the memory or the disk of this machine may be faulty",
                     ) from error
 
@@ -334,7 +328,7 @@ class State:
         """Whether the weights have the digest of their version, if they are of one; reads all of them."""
         if self.weights is None or self.at is None or blocks.digest(self.weights) == self.at.digest:
             return True
-        logger.warning("the mirror no longer has the digest of version %s: rebuilding it", self.version)
+        logger.warning("the weights no longer have the digest of version %s: rebuilding them", self.version)
         return False
 
     def discard(self, applied: Applied) -> None:
@@ -513,19 +507,3 @@ def load(log: Log, goal: Manifest, *, base: Path | None = None, progress: Progre
     state = State(scratch=True)
     state.advance(Route(log, goal, base=base), progress=progress)
     return state.require_weights()
-
-
-def zeros(layout: Layout) -> Weights:
-    """Weights to be overwritten; CorruptError, with the size, if there is no memory for them."""
-    ends = list(accumulate(-(-t.nbytes // _ALIGNED) * _ALIGNED for t in layout.tensors))
-    try:
-        # In one piece, which NumPy asks the system to back with huge pages: small tensors would have none.
-        memory = np.zeros(ends[-1] if ends else 0, np.uint8)
-        starts = zip([0, *ends], layout.tensors, strict=False)
-        return Weights(layout, tuple(memory[at : at + t.nbytes].view(t.dtype.bits_dtype) for at, t in starts))
-    except MemoryError as error:
-        raise CorruptError(
-            f"there is no memory for the {layout.nbytes} bytes of this layout",
-            rule="layout.memory",
-            hint="if the model is that large, use a machine with more memory",
-        ) from error

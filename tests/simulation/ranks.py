@@ -16,8 +16,8 @@ from deltasync.feed.plan import plan
 from deltasync.feed.writer import Writer
 from deltasync.files import make_folder
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Bits, Weights
-from deltasync.state import State, zeros
+from deltasync.format.weights import Bits, Weights, zeros
+from deltasync.state import State
 from deltasync.trainer.anchoring import AnchorBacklog, AnchorPolicy, Anchors
 from deltasync.trainer.capture import capture, copy_into, lock_shadow, shadow_weights
 from deltasync.trainer.pipeline import FirstVersion, Pipeline

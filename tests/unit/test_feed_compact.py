@@ -15,9 +15,8 @@ from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
 from deltasync.feed.writer import LATE_S
 from deltasync.format import keys
-from deltasync.format.weights import Weights
+from deltasync.format.weights import Weights, zeros
 from deltasync.past import Past
-from deltasync.state import zeros
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at

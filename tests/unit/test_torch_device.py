@@ -11,8 +11,8 @@ from support.feeds import paper
 from deltasync.errors import InvalidInputError
 from deltasync.format import limits
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Changes, PackedPositions
-from deltasync.state import State, zeros
+from deltasync.format.weights import Changes, PackedPositions, zeros
+from deltasync.state import State
 from deltasync.torch import device
 from deltasync.torch.device import DeviceCapture
 from deltasync.torch.tensors import _NAMES, TorchWeights

@@ -12,8 +12,7 @@ from torch import nn
 from deltasync.blocks import layout_runs
 from deltasync.errors import InvalidInputError
 from deltasync.format.layout import DTYPES
-from deltasync.format.weights import Weights
-from deltasync.state import zeros
+from deltasync.format.weights import Weights, zeros
 from deltasync.torch import tensors as module
 from deltasync.torch.tensors import TorchWeights, host_bits, layout_of, named_tensors, unwrapped
 from deltasync.trainer import capture as capturing

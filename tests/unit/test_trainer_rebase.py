@@ -18,8 +18,8 @@ from deltasync.blocks import detect, layout_runs
 from deltasync.format import limits
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Changes, PackedPositions, Weights, index_dtype
-from deltasync.state import State, zeros
+from deltasync.format.weights import Changes, PackedPositions, Weights, index_dtype, zeros
+from deltasync.state import State
 from deltasync.trainer import capture as module
 from deltasync.trainer.capture import rebase
 

@@ -33,10 +33,10 @@ from deltasync.format.weights import (
     slice_runs,
     tensor_parts,
     whole_runs,
+    zeros,
 )
 from deltasync.kernels import kernels
 from deltasync.parallel import each
-from deltasync.state import zeros
 
 _Found = tuple[NDArray[np.unsignedinteger], Bits]
 """Ascending positions or indices, and new bits."""

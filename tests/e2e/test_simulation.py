@@ -13,11 +13,12 @@ from support import processes, repeats
 
 pytestmark = pytest.mark.e2e
 
-SEEDS = repeats(2_000, soak=10_000)
-CHUNKS = 20
+SEEDS = repeats(1_000, soak=10_000)
+CHUNKS = 10
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.long
 @pytest.mark.soak
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_no_seed_breaks_a_rule(chunk: int) -> None:
@@ -48,6 +49,7 @@ def test_a_seed_replays_exactly() -> None:
     assert len(set(here)) == len(seeds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str) -> None:
     with virtual(), PLANTED[name]():

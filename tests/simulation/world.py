@@ -22,6 +22,9 @@ from .store import FAULTS, Operation, SimProcess
 from .virtual import reset
 
 DAY_S = 86_400.0
+STEPS_MOST = 30_000
+"""No seed needs as many: some processes repeat the same error without end."""
+
 CALM_STEPS = 2_000
 """Operations within which everything has to settle once there are no faults and all processes are awake."""
 CALM_S = 30 * DAY_S
@@ -252,7 +255,7 @@ class World:
                 self.choices.is_calm = True
                 self._calm_since = len(self.operations)
                 self._calm_s = self.scheduler.now_s
-        elif self.scheduler.now_s > self._calm_s + CALM_S:
+        elif self.scheduler.now_s > self._calm_s + CALM_S or len(self.operations) > STEPS_MOST:
             self._fail_to_settle()
         elif self._awake_s > self.scheduler.now_s or self._is_any_asleep():
             self._calm_since = len(self.operations)

@@ -11,7 +11,7 @@ IS_SOAK = os.environ.get("DELTASYNC_SOAK", "") not in ("", "0")
 TEST_S = 3 * LONG_S
 """The limit of a test. It is longer than a wait, so that a wait in vain fails with its own message."""
 
-LONG_TEST_S = (48 if IS_SOAK else 12) * LONG_S
+LONG_TEST_S = (48 if IS_SOAK else 5) * LONG_S
 """The limit of a test with the mark `e2e`, `long` or `soak`."""
 
 

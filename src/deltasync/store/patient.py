@@ -1,6 +1,7 @@
 """A store that is given time to recover: what fails for the moment is tried again, with exponential back-off."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,7 +53,9 @@ class PatientStore(WrapperStore):
                     return True
                 raise
 
-        return self._repeat(create)
+        # What the object names was looked at before. If this process sleeps in between, that may no longer hold: `prune`
+        # may have removed payloads that no manifest named. The caller looks again.
+        return self._repeat(create, most_s=2 * self._limit_s)
 
     def get(self, key: str) -> bytes:
         self._require_running()
@@ -80,8 +83,12 @@ class PatientStore(WrapperStore):
         if self._stop.is_set():
             raise StoreError(f"{self.url} is no longer used: it was closed", transient=False)
 
-    def _repeat(self, act: Callable[[], _T]) -> _T:
-        """The result of `act`, which is safe to repeat; its last error if the store does not recover in time."""
+    def _repeat(self, act: Callable[[], _T], *, most_s: float = math.inf) -> _T:
+        """The result of `act`, which is safe to repeat; its last error if the store does not recover in time.
+
+        `most_s`: it is not repeated once it has taken this long by the clock on the wall, which counts sleep.
+        """
+        began_unix_s = time.time()
         deadline_s: float | None = None
         pause_s = FIRST_PAUSE_S
         while True:
@@ -95,6 +102,6 @@ class PatientStore(WrapperStore):
                 logger.log(self._level, "retrying in %.1f s: %s", pause_s, error)
                 with self._counting:
                     self.retries += 1
-                if self._stop.wait(pause_s):
+                if self._stop.wait(pause_s) or abs(time.time() - began_unix_s) > most_s:
                     raise
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

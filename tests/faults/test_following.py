@@ -59,7 +59,6 @@ class Replica:
 
     def die(self) -> None:
         self.follower._resources.close()
-        self.target.close()
 
 
 def require_whole(feed: Feed, folder: Path) -> None:
@@ -68,6 +67,7 @@ def require_whole(feed: Feed, folder: Path) -> None:
     if not link.is_symlink():
         return
     target = FolderTarget(link)
+    target.open()
     version = target.version
     target.close()
     assert version is not None

@@ -120,6 +120,7 @@ def read_folder_record(data: bytes) -> object:
         Path(home, "x").symlink_to(".x.deltasync/v3")
         target = FolderTarget(Path(home, "x"))
         try:
+            target.open()
             return target.version
         finally:
             target.close()

@@ -33,7 +33,7 @@ MUTANTS = (
     Mutant(
         name="target-of-another-model",
         harm="The weights of another model are fetched before the target is asked whether it can take them.",
-        path="src/deltasync/replica/proved.py",
+        path="src/deltasync/replica/delivery.py",
         old="            self._target.require(route.start().layout)\n",
         new="            route.start()\n",
         killers=("tests/unit/test_replica_follower.py::test_a_feed_of_another_model",),
@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         name="target-believed",
         harm="A target that claims a version gets changes only, although it has other weights below them.",
-        path="src/deltasync/replica/proved.py",
+        path="src/deltasync/replica/delivery.py",
         old="        if target.scrub(weights, range(len(weights.layout.tensors)), repair=False):\n",
         new="        if target.version is None:\n",
         killers=("tests/unit/test_replica_repairs.py::test_what_a_target_says_of_itself_is_proved",),
@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         name="unseen-counts-as-read-back",
         harm="A heartbeat reports a version as proved although parts of the live memory were never compared.",
-        path="src/deltasync/replica/proved.py",
+        path="src/deltasync/replica/live.py",
         old="        if not self._target.unseen_elements:\n            self.read_back = version, int(time.time())\n",
         new="        self.read_back = version, int(time.time())\n",
         killers=("tests/unit/test_replica_loop.py::test_a_scrub_that_does_not_see_all_memory_proves_nothing",),

@@ -40,8 +40,8 @@ MUTANTS = (
         name="unseen-counts-as-seen",
         harm="A scrub reports all live memory as compared although workers have not reported a part of it.",
         path="src/deltasync/vllm/target.py",
-        old="        return 0 if self._map is None else self._map.elements - sum(self._compared.values())\n",
-        new="        return 0\n",
+        old="        self.unseen_elements = self._require_map().elements - sum(self._compared.values())\n",
+        new="        self.unseen_elements = 0\n",
         killers=("tests/unit/test_vllm_target.py::test_a_scrub_without_damage_holds_up_nothing",),
     ),
     Mutant(

@@ -17,7 +17,7 @@ from deltasync.feed.log import Log
 from deltasync.format.layout import Layout
 from deltasync.format.weights import Weights
 from deltasync.replica.follower import Follower
-from deltasync.replica.target import Damage, Staged
+from deltasync.replica.target import Damage, Staged, Target
 from deltasync.state import load
 from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
@@ -182,17 +182,15 @@ class Trainer(Actor):
         super().died(process)
 
 
-class MemoryTarget:
+class MemoryTarget(Target):
     """A target in memory that fails, takes its time, and loses bits by chance."""
 
     engine = "simulated"
-    unseen_elements = 0
 
     def __init__(self, actor: "Replica") -> None:
         self._actor = actor
-        self.reads_mirror = actor.world.config.reads_mirror
+        self.reads_state = actor.world.config.reads_mirror
         self.weights = Weights(LAYOUT, tuple(np.zeros(t.elements, t.dtype.bits_dtype) for t in LAYOUT.tensors))
-        self.version: int | None = None
         self._chance = actor.world.choices.stream(f"{actor.name} target")
 
     def require(self, layout: Layout) -> None:
@@ -251,10 +249,12 @@ class _JudgedFollower(Follower):
         super().__init__(*args, **options)
         self._judge = judge
 
-    def _note_error(self, error: Exception | None) -> None:
-        super()._note_error(error)
-        if error is not None:
+    def _step(self) -> bool:
+        try:
+            return super()._step()
+        except Exception as error:
             self._judge(error)
+            raise
 
 
 class Replica(Actor):

@@ -14,7 +14,7 @@ from deltasync.feed.writer import Writer
 from deltasync.format import keys
 from deltasync.past import Past
 from deltasync.replica import mirror
-from deltasync.replica.proved import ProvedTarget
+from deltasync.replica.delivery import Delivery
 from deltasync.state import Applied
 from deltasync.store.leased import LEASE_S, LeasedStore
 from deltasync.store.patient import PatientStore
@@ -97,15 +97,12 @@ def _strict_lease(self: LeasedStore) -> None:
 
 def _trust_record(self: mirror.MappedState, log: Log, applied: Applied) -> None:
     """A mirror in a file is taken for what its record says."""
-    if self._is_open:
-        return
     layout = mirror.mapped_layout(self.path)
     record = mirror._read_record(self.path)
     if layout is not None and record is not None:
         self.weights, named = mirror.mapped_weights(layout, self.path), record.writing or record.version
         if named is not None:
             self._hold(log.read(named))
-    self._is_open = True
 
 
 def _patch(owner: object, name: str, value: object) -> Plant:
@@ -123,7 +120,7 @@ PLANTED: dict[str, Plant] = {
     "mirror file trusted without its digest": _patch(mirror.MappedState, "open", _trust_record),
     "payloads not put again after a sleep": _patch(version, "LATE_S", math.inf),
     "orphans not listed again": _patch(prune, "_is_older", lambda *args: True),
-    "changes for a target at another version": _patch(ProvedTarget, "_is_proved_at", lambda self, version: True),
+    "changes for a target at another version": _patch(Delivery, "_is_proved_at", lambda self, version: True),
     "replicas not respected by prune": _patch(prune, "is_live", lambda beat, now, **options: False),
     "captures not rebased": _patch(pipeline, "rebase", lambda layout, pending, sent, before: pending),
     "anchor of a shadow that moves": _patch(Past, "keep", lambda self, before: None),

@@ -95,6 +95,8 @@ def described(name: str, thing: object) -> Iterator[str]:
             yield f"  .{member}{signature(value.__func__)}"
         elif inspect.isfunction(value):
             yield f"  .{member}{signature(value)}"
+        elif value is None or isinstance(value, str | int):
+            yield f"  .{member} = {value!r}"
 
 
 def public_face() -> str:

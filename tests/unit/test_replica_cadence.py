@@ -49,7 +49,7 @@ def test_the_loop_asks_the_cadence_after_each_poll_that_finds_nothing(monkeypatc
             running.stop()
         return found
 
-    running.run(step, lambda error: None)
+    running.run(step)
     assert events == ["version", "pause", "pause", "version", "pause"]
 
 

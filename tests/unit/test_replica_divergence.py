@@ -17,7 +17,7 @@ __all__ = ["quick"]
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Followers read a known head again at every poll."""
-    monkeypatch.setattr("deltasync.replica.follower.Head", partial(Head, check_s=0.0))
+    monkeypatch.setattr("deltasync.replica.live.Head", partial(Head, check_s=0.0))
 
 
 def roll_back(feed: Feed, version: int) -> None:

@@ -23,7 +23,6 @@ from deltasync.replica.folder import RECORD_NAME, FolderTarget
 from deltasync.replica.target import Staged
 from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import Crash
-from deltasync.trainer.capture import copy_into
 
 
 def names(folder: Path) -> list[str]:
@@ -137,6 +136,7 @@ def test_found_again_after_a_restart(tmp_path: Path) -> None:
         replica.advance(to=1)
     first.close()
     second = FolderTarget(path)
+    second.open()
     assert second.version == 1
     with follower(feed.store, second, mirror=tmp_path / "mirror") as replica:
         moved = replica.advance()
@@ -204,41 +204,6 @@ def test_only_what_carries_a_record_is_removed(tmp_path: Path) -> None:
     assert holds(path, feed.states[1])
 
 
-# An earlier release had its versions beside the link: X -> X.v1.
-
-
-def earlier(feed: Feed, path: Path, version: int, *, suffix: str = "") -> Path:
-    """A folder as that release wrote it."""
-    weights, out = feed.states[version], path.with_name(f"{path.name}.v{version}{suffix}")
-    digest = feed.log.read(version).digest.hex
-    files = {RECORD_NAME: sealed({"format": FORMAT, "version": version, "digest": digest})}
-    with new_checkpoint(weights.layout, files, out) as new:
-        copy_into(new, weights)
-    return out
-
-
-def test_a_target_of_an_earlier_release_is_taken_over(tmp_path: Path) -> None:
-    feed, path = Feed.of(4), tmp_path / "model"
-    before, current = earlier(feed, path, 0), earlier(feed, path, 1, suffix=".0011aabb")
-    kept = path.with_name("model.v2")
-    kept.mkdir()
-    (kept / "precious").touch()
-    path.symlink_to(current.name)
-    target = FolderTarget(path)
-    assert target.version == 1
-    replica = follower(feed.store, target)
-    replica.advance(to=2)
-    assert holds(path, feed.states[2])
-    assert os.readlink(path) == ".model.deltasync/v2"
-    assert holds(current, feed.states[1]), "its readers keep it until the next version"
-    replica.advance(to=3)
-    assert holds(path, feed.states[3])
-    assert names(tmp_path) == [".model.deltasync", "model", "model.v2"]
-    assert names(home(path)) == ["v2", "v3"]
-    assert not before.exists()
-    assert (kept / "precious").exists()
-
-
 def test_a_crash_between_stage_and_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     feed, path = Feed.of(2), tmp_path / "model"
     target = FolderTarget(path)
@@ -255,6 +220,7 @@ def test_a_crash_between_stage_and_commit(tmp_path: Path, monkeypatch: pytest.Mo
     target.close()
     assert holds(path, feed.states[0])
     again = FolderTarget(path)
+    again.open()
     assert again.version == 0
     follower(feed.store, again).advance()
     assert holds(path, feed.states[1])
@@ -402,7 +368,7 @@ def test_rot_in_the_mirror_does_not_go_live(tmp_path: Path) -> None:
     weights = replica._mirror.weights
     assert weights is not None
     weights.arrays[weights.layout.ordinals["packed"]][-1] ^= 1
-    target._version = None
+    target.version = None
     replica.advance(to=1)
     assert holds(path, feed.states[1])
     assert replica.status().counts.rebuilt == 1

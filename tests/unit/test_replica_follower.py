@@ -359,3 +359,21 @@ def test_staleness_counts_from_the_poll_that_found_the_version_to_be_the_one_to_
     replica.pin(1)
     replica.advance()
     assert (replica.status().version, replica.status().stale_s) == (1, 0.0)
+
+
+def test_the_target_of_the_documentation() -> None:
+    """It follows, gets versions by changes, and repairs."""
+    page = (Path(__file__).parents[2] / "docs" / "replicas.md").read_text(encoding="utf-8")
+    code = page.partition("## Your own target")[2].partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    feed, target = long_feed(3), names["ArraysTarget"]()
+    with follower(feed.store, target) as replica:
+        for version in (0, 1, 2):
+            replica.advance(to=version)
+            assert target.version == version
+            pairs = zip(feed.states[version].layout.tensors, feed.states[version].arrays, strict=True)
+            assert all(np.array_equal(target.live[spec.name], array) for spec, array in pairs)
+        target.live["packed"][0] ^= 1
+        assert [damage.tensor for damage in replica.scrub()] == ["packed"]
+        assert replica.scrub() == []

@@ -36,8 +36,7 @@ from deltasync.format.sealed import Heartbeat
 from deltasync.format.weights import Weights
 from deltasync.replica import loop
 from deltasync.replica.events import Advance
-from deltasync.replica.follower import Follower
-from deltasync.replica.proved import ProvedTarget
+from deltasync.replica.live import Goals, Live
 from deltasync.replica.target import Staged
 from deltasync.store import local
 from deltasync.store.local import LocalStore
@@ -150,7 +149,7 @@ def test_a_mirror_that_is_ahead(is_pinned: bool) -> None:
     target = target_for(feed)
     replica = follower(store, target)
     replica.advance(to=1)
-    replica._proved._advance(feed.log.read(2))
+    replica._delivery._advance(feed.log.read(2))
     before = len(fetched(store))
     assert replica.advance(to=1) is None
     assert (replica.status().mirror, len(fetched(store))) == (2, before)
@@ -194,7 +193,7 @@ def test_follow_goes_on_after_a_target_that_failed(caplog: pytest.LogCaptureFixt
     def fail(staged: Staged) -> None:
         if staged.version == 2 and left[0]:
             left[0] -= 1
-            target._version = None
+            target.version = None
             raise RuntimeError("no memory on the device")
 
     target.fails = fail
@@ -298,20 +297,21 @@ FINAL = {
 @pytest.mark.parametrize(("error", "times"), FINAL.values(), ids=FINAL.keys())
 def test_errors_that_end_the_loop(error: Exception, times: int) -> None:
     """A bit that flips on the wire can look like another format: once is not enough."""
-    running, noted = loop.Loop(), list[Exception | None]()
+    running, calls = loop.Loop(), []
 
     def step() -> bool:
-        if len(noted) == times:
+        calls.append(error)
+        if len(calls) > times:
             running.stop()
         raise error
 
     with pytest.raises(type(error)):
-        running.run(step, noted.append)
-    assert noted == times * [error]
+        running.run(step)
+    assert len(calls) == times
 
 
-def test_errors_that_do_not_end_the_loop() -> None:
-    running, noted = loop.Loop(), []
+def test_errors_that_do_not_end_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    running = loop.Loop()
     steps: list[Exception | bool] = [
         True,
         FormatError("a flipped bit"),
@@ -333,17 +333,20 @@ def test_errors_that_do_not_end_the_loop() -> None:
             raise found
         return found
 
-    running.run(step, noted.append)
-    assert [type(error).__name__ for error in noted] == [
-        "FormatError",
-        "NoneType",
-        "FormatError",
-        "InvalidInputError",
-        "CorruptError",
-        "NotFoundError",
-        "StoreError",
-        "RuntimeError",
-        "NoneType",
+    running.run(step)
+    assert not steps
+    assert not running.has_failed
+    # Each is reported once, and so is its end.
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
+        "a flipped bit",
+        "following again",
+        "another one",
+        "the disk is full",
+        "damaged",
+        "pruned",
+        "away",
+        "out of memory",
+        "following again",
     ]
 
 
@@ -433,7 +436,7 @@ def test_scrub_does_not_repair_from_a_mirror_that_is_damaged() -> None:
     assert replica.status().counts.rebuilt == 1
     # Single tensors are compared with an unchecked mirror: it is checked before a repair.
     weights.arrays[weights.layout.ordinals["packed"]][0] ^= 1
-    assert replica._proved.scrub(pinned=None, repair=True, tensors=range(7))
+    assert replica._delivery.scrub(repair=True, tensors=range(7))
     assert target.holds(feed.states[1])
     assert replica.status().counts.rebuilt == 2
 
@@ -510,11 +513,11 @@ def test_a_scrub_proves_the_live_version() -> None:
     assert replica.status().proved_version == 1
 
 
-def test_a_scrub_that_does_not_see_all_memory_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scrub_that_does_not_see_all_memory_proves_nothing() -> None:
     feed = long_feed(2)
     target = target_for(feed)
     replica = follower(feed.store, target)
-    monkeypatch.setattr(type(target), "unseen_elements", 7)
+    target.unseen_elements = 7
     replica.advance()
     assert replica.scrub() == []
     status = replica.status()
@@ -670,14 +673,14 @@ def test_a_heartbeat_has_the_digest_of_its_version() -> None:
     with follower(store, target_for(feed), beat_s=0.0) as replica:
         replica.advance(to=0)
         # As a scrub does that finds the mirror ahead of the target: without a heartbeat before it.
-        other = threading.Thread(target=replica._proved.serve, args=(feed.log.read(1),))
+        other = threading.Thread(target=replica._delivery.to, args=(feed.log.read(1),))
 
         def advance() -> None:
             other.start()
             wait_until(lambda: replica.status().version == 1)
 
         store.meanwhile = advance
-        replica._beat()
+        replica._live.beat()
         join(other)
     assert 1 in dict(written)
     assert all(digest in (None, digests[version]) for version, digest in written if version is not None)
@@ -693,19 +696,19 @@ def test_what_other_threads_change_is_read_once(monkeypatch: pytest.MonkeyPatch)
     feed = long_feed(2)
     with follower(feed.store, target_for(feed)) as replica:
         replica.advance()
-        monkeypatch.setattr(Follower, "_pinned", alternating(feed.log.read(0), None), raising=False)
-        monkeypatch.setattr(Follower, "_error", alternating(StoreError("down", transient=True), None), raising=False)
-        monkeypatch.setattr(ProvedTarget, "read_back", alternating((1, 100), (2, 200)), raising=False)
+        monkeypatch.setattr(Goals, "pinned", alternating(feed.log.read(0), None), raising=False)
+        monkeypatch.setattr(Live, "error", alternating(StoreError("down", transient=True), None), raising=False)
+        monkeypatch.setattr(Live, "read_back", alternating((1, 100), (2, 200)), raising=False)
         for _ in range(2):
             status = replica.status()
             assert status.pinned in (0, None)
             assert status.error in ("StoreError: down", None)
             assert (status.proved_version, status.proved_unix_s) in ((1, 100), (2, 200))
-            assert replica._goal(None).version in (0, 1)
-            facts = replica._facts(1)
+            assert replica._goals.poll().version in (0, 1)
+            facts = replica._live.facts(1)
             assert (facts["proved_version"], facts["proved_unix_s"]) in (("1", "100"), ("2", "200"))
             # Of another version than the one that is live by now: what is said beside a version is about that one.
-            assert replica._facts(0)["lag"] == "1"
+            assert replica._live.facts(0)["lag"] == "1"
 
 
 @pytest.mark.parametrize("what", ["the folder", "all that is in it"])
@@ -715,7 +718,7 @@ def test_a_folder_feed_that_vanishes_is_an_error(tmp_path: Path, what: str, capl
     feed = long_feed(2, LocalStore(path))
     target = target_for(feed)
     with follower(LocalStore(path), target, beat_s=0.0) as replica:
-        replica._head._check_s = 0.0
+        replica._goals._head._check_s = 0.0
         with following(replica):
             wait_until(lambda: replica.status().version == 1)
             path.rename(away)
@@ -749,7 +752,7 @@ def test_a_store_that_refuses_is_reported_once(caplog: pytest.LogCaptureFixture)
 
 def test_a_heartbeat_that_was_never_written_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
     beats = loop.Heartbeats(Log(refusing_store()), "r", beat_s=30.0)
-    beats.beat(1, dict)
+    beats.beat(1, {})
     beats.leave()
     (record,) = caplog.records
     assert record.getMessage().startswith("cannot write the heartbeat of r")

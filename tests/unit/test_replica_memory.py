@@ -60,17 +60,6 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
         assert folders(tmp_path) == {ours}
 
 
-def test_folders_of_an_earlier_release_are_swept(tmp_path: Path) -> None:
-    left, foreign = tmp_path / f"deltasync-{os.geteuid()}-abc", tmp_path / f"deltasync-{os.geteuid()}-mine"
-    for path in (left, foreign):
-        path.mkdir(mode=0o700)
-        (path / "mirror.safetensors").write_bytes(b"large")
-    (left / "used.lock").touch()
-    with memory_folder(tmp_path):
-        assert not left.exists()
-        assert (foreign / "mirror.safetensors").exists(), "it has no lock of ours"
-
-
 # Neighbours: /dev/shm is open to every user of the machine.
 
 NEIGHBOUR = 65534

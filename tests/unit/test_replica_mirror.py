@@ -254,8 +254,8 @@ def test_what_killed_processes_began_to_write_is_removed(tmp_path: Path) -> None
     assert path.read_bytes() == ours
 
 
-def test_a_mirror_of_an_earlier_release_is_used(tmp_path: Path) -> None:
-    """It has no mark of its own, but a record."""
+def test_a_mirror_that_lost_its_mark_is_used(tmp_path: Path) -> None:
+    """It has a record, which is mark enough."""
     feed, path = Feed.of(2), tmp_path / "mirror"
     weights = feed.states[1]
     create_file(path, sorted(weights.layout.tensors, key=lambda spec: -spec.dtype.width))

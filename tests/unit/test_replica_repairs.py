@@ -73,7 +73,7 @@ def test_an_interrupted_anchor_fetches_the_rest(tmp_path: Path, monkeypatch: pyt
                 replica.advance()
             if is_same_process:
                 store = FaultyStore(feed.store)
-                replica._proved._log.store = store
+                replica._delivery._log.store = store
                 moved = replica.advance()
         if not is_same_process:
             store, target = FaultyStore(feed.store), target_for(feed)
@@ -260,7 +260,7 @@ def test_a_target_that_went_elsewhere_by_itself() -> None:
     replica.advance(to=1)
     for name, tensor in kept.items():
         target.state[name].copy_(tensor)
-    target._version = 0
+    target.version = 0
     replica.advance()
     assert target.whole == [True, False, True]
     assert target.holds(feed.states[2])
@@ -324,7 +324,7 @@ def test_a_commit_that_fails_is_repaired_from_the_mirror(stage: bool) -> None:
 
     def fail(staged: Staged) -> None:
         if not stage:
-            target._version = None
+            target.version = None
             target.state["packed"][:] = 3
         raise RuntimeError("out of memory")
 

@@ -274,7 +274,7 @@ def test_a_server_that_is_pushed_is_ready_while_a_version_is_live() -> None:
     assert ready() == 200
 
     def tears(staged: object) -> None:
-        server.target._version = None
+        server.target.version = None
         raise EngineError("half of it is written")
 
     server.target.fails = tears

@@ -1,7 +1,6 @@
 """A running engine as target: never resumed while it is torn, whatever fails; labelled while it is paused."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -353,7 +352,10 @@ def test_workers_that_do_not_agree_claim_nothing(tmp_path: Path, said: tuple[int
 def test_a_scrub_without_damage_holds_up_nothing(replica: Replica) -> None:
     replica.advance(1)
     replica.engine.took()
-    assert replica.target.unseen_elements > 0
+    before = replica.target.unseen_elements
+    assert replica.follower._delivery.scrub(repair=True, tensors=[0]) == []
+    assert 0 < replica.target.unseen_elements < before, "a part was compared"
+    assert replica.engine.took() == ["compare"]
     assert replica.follower.status().proved_version is None
     assert replica.follower.scrub() == []
     assert replica.engine.took() == ["compare"]
@@ -417,8 +419,7 @@ def test_a_stage_before_the_layout_was_shown(tmp_path: Path) -> None:
 def test_the_mirror_waits_while_the_workers_compute_from_it(replica: Replica) -> None:
     """What is computed would be of a later version than the rest."""
     replica.advance(0)
-    with ThreadPoolExecutor(1) as ahead:
-        replica.follower._advance(to=1, ahead=ahead)
+    replica.follower._delivery.to(replica.follower._goals.read(1), reads_ahead=True)
     assert replica.is_live(1)
     replica.advance()
     assert replica.is_live(3)

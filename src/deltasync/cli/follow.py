@@ -37,14 +37,12 @@ class _HookedFolder(FolderTarget):
 
     hook: Hook | None = None
 
-    @property
-    def engine(self) -> str:
+    def look(self) -> None:
         status = None if self.hook is None else self.hook.status
-        if status is None or (status.version is None and status.error is None):
-            return "folder"
-        if status.error is not None:
-            return f"folder; the command {status.error} for version {status.failing_version}"
-        return f"folder; the command ran for version {status.version}"
+        if status is not None and status.error is not None:
+            self.engine = f"folder; the command {status.error} for version {status.failing_version}"
+        elif status is not None and status.version is not None:
+            self.engine = f"folder; the command ran for version {status.version}"
 
 
 def follow(args: argparse.Namespace, out: Output) -> None:

@@ -10,7 +10,6 @@ the hidden folder is replaced: everything else may be the user's.
 
 import logging
 import os
-import re
 import secrets
 import shutil
 import time
@@ -30,45 +29,34 @@ from deltasync.format.companions import has_config
 from deltasync.format.layout import Layout
 from deltasync.format.sealed import FORMAT, read_sealed, sealed
 from deltasync.format.weights import Weights
-from deltasync.replica.target import STAGED_DIGEST, Damage, Staged
+from deltasync.replica.target import STAGED_DIGEST, Damage, Staged, Target
 
 logger = logging.getLogger(__name__)
 
 RECORD_NAME = ".deltasync.json"
 
 
-class FolderTarget:
+class FolderTarget(Target):
     """Keeps `path`, a symbolic link, at the checkpoint folder of the live version. Only one process may use a path."""
+
+    engine = "folder"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(os.path.abspath(path))
         self._home = self._path.with_name(f".{self._path.name}.deltasync")
-        self._earlier: list[Path] = []
-        """Folders of an earlier release, which had its versions beside the link."""
         self._before: Path | None = None
         self._owned = ExitStack()
         self._is_open = False
-        self._version: int | None = None
         self._staged: Path | None = None
         self._has_warned = False
 
-    @property
-    def reads_mirror(self) -> bool:
-        return False
-
-    @property
-    def unseen_elements(self) -> int:
-        return 0
-
-    @property
-    def engine(self) -> str:
-        return "folder"
-
-    @property
-    def version(self) -> int | None:
-        """The version of the folder that the link points to; None if there is none."""
-        self._open()
-        return self._version
+    def open(self) -> None:
+        """Lock the path, and read the version that an earlier process left."""
+        if not self._is_open:
+            self._require_ours()
+            self._owned.enter_context(locked(self._path))
+            self._is_open = True
+            self.version = self._recorded_version()
 
     def close(self) -> None:
         """Release the path for other processes. The folder stays as it is."""
@@ -77,15 +65,13 @@ class FolderTarget:
 
     def require(self, layout: Layout) -> None:
         """Raise MismatchError unless the live folder has this layout, which its readers expect."""
-        self._open()
-        if self._version is not None:
+        if self._recorded_version() is not None:
             live = mapped_layout(self._path)
             if live is not None:
                 live.require_equal(layout, ours=str(self._path), theirs="the feed")
 
     def stage(self, staged: Staged) -> bool:
         """Write the folder of the version beside the live one, read it back, and prove it by its digest."""
-        self._open()
         self._require_ours()
         self._clean(self._current(), self._before)
         self._home.mkdir(exist_ok=True)
@@ -122,18 +108,22 @@ class FolderTarget:
 
     def commit(self, staged: Staged) -> float:
         """Switch the link. The previous folder stays for those who still read it; older ones are removed."""
+        self.version = None
+        pause_s = self._switch(staged)
+        self.version = staged.version
+        return pause_s
+
+    def _switch(self, staged: Staged) -> float:
         out, self._staged = self._staged, None
         if out is None:
             raise InvalidInputError(f"version {staged.version} was not staged", hint="call stage first")
         self._require_ours()
         self._before = self._current()
-        self._version = None
         since = time.perf_counter()
         with temporary_beside(self._home / "link") as temporary:
             temporary.symlink_to(out.relative_to(self._path.parent))
             os.replace(temporary, self._path)
         sync_folder(self._path.parent)
-        self._version = staged.version
         pause_s = time.perf_counter() - since
         self._clean(out, self._before)
         return pause_s
@@ -145,7 +135,7 @@ class FolderTarget:
             checkpoint = open_checkpoint(self._path)
             checkpoint.weights.layout.require_equal(weights.layout, ours=str(self._path), theirs="the feed")
         except (CorruptError, FormatError, NotFoundError):
-            self._version = None
+            self.version = None
             return [Damage(specs[i].name, specs[i].elements) for i in tensors]
         counts = {i: int(np.count_nonzero(checkpoint.weights.arrays[i] != weights.arrays[i])) for i in tensors}
         if repair and any(counts.values()):
@@ -154,18 +144,6 @@ class FolderTarget:
                 mapped.weights.write_run(i, 0, weights.arrays[i])
             mapped.flush()
         return [Damage(specs[i].name, count) for i, count in counts.items() if count]
-
-    def _open(self) -> None:
-        """Lock the path and read the version that an earlier process left, at the first use."""
-        if self._is_open:
-            return
-        self._require_ours()
-        self._owned.enter_context(locked(self._path))
-        self._is_open = True
-        current = self._current()
-        self._version = None if current is None else _recorded(current)
-        if current is not None and current.parent != self._home:
-            self._earlier = [path for path in self._path.parent.iterdir() if self._is_earlier(path)]
 
     def _require_ours(self) -> None:
         """InvalidInputError if the path or the hidden folder is taken by something that no follower has created."""
@@ -184,24 +162,22 @@ class FolderTarget:
             return None
         # The link is read, not resolved: what it leads to may be gone.
         folder = self._path.parent / self._path.readlink()
-        return folder if folder.parent == self._home or self._is_earlier(folder) else None
+        return folder if folder.parent == self._home else None
 
     def _current(self) -> Path | None:
         folder = self._linked()
         return folder if folder is not None and folder.is_dir() else None
 
-    def _is_earlier(self, folder: Path) -> bool:
-        """Whether an earlier release has written this folder, or began to."""
-        name = rf"{re.escape(self._path.name)}\.v([0-9]+)(\.[0-9a-f]{{8}})?"
-        match = re.fullmatch(rf"{name}|\.{name}\.[0-9a-f]{{12}}\.tmp", folder.name)
-        version = None if match is None or folder.parent != self._path.parent else _recorded(folder)
-        return match is not None and version is not None and str(version) in (match[1], match[3])
+    def _recorded_version(self) -> int | None:
+        """The version of the folder that the link leads to; None if there is none."""
+        current = self._current()
+        return None if current is None else _recorded(current)
 
     def _clean(self, *kept: Path | None) -> None:
         """Remove the folders of other versions and incomplete ones, and links that were not put in place."""
-        for path in [*(self._home.iterdir() if self._home.is_dir() else ()), *self._earlier]:
+        for path in list(self._home.iterdir()) if self._home.is_dir() else ():
             if path.is_symlink():
-                if path.parent == self._home and (self._path.parent / path.readlink()).parent == self._home:
+                if (self._path.parent / path.readlink()).parent == self._home:
                     path.unlink()
             elif path not in kept and _recorded(path) is not None:
                 shutil.rmtree(path)

@@ -61,32 +61,20 @@ class Loop:
         self._stop.set()
         self._wake.set()
 
-    def run(
-        self,
-        step: Callable[[], bool],
-        on_error: Callable[[Exception | None], None] = lambda error: None,
-        *,
-        final: tuple[type[Exception], ...] = (),
-    ) -> None:
+    def run(self, step: Callable[[], bool], *, final: tuple[type[Exception], ...] = ()) -> None:
         """Call `step`, which returns whether there was anything new, until `stop`.
 
         An error that a retry cannot fix, such as a `final` one, is raised. Any other is logged once, until a step
-        succeeds or fails with another type. `on_error` is called with every error, and with None when a step succeeds
-        again.
+        succeeds or fails with another type.
         """
         if not self._running.acquire(blocking=False):
             raise InvalidInputError("this follower follows already", hint="create another one for another target")
         try:
-            self._run(step, on_error, final)
+            self._run(step, final)
         finally:
             self._running.release()
 
-    def _run(
-        self,
-        step: Callable[[], bool],
-        on_error: Callable[[Exception | None], None],
-        final: tuple[type[Exception], ...],
-    ) -> None:
+    def _run(self, step: Callable[[], bool], final: tuple[type[Exception], ...]) -> None:
         pause_s, has_worked = _POLL_FIRST_S, False
         cadence = Cadence()
         failing: type[Exception] | None = None
@@ -96,7 +84,6 @@ class Loop:
                 is_new = step()
             except Exception as error:
                 # Whatever a target or a store raises, the live version is still served.
-                on_error(error)
                 if isinstance(error, final) or _is_final(error, has_worked=has_worked, is_again=failing is type(error)):
                     self.has_failed = True
                     raise
@@ -107,7 +94,6 @@ class Loop:
             else:
                 if failing is not None:
                     logger.warning("following again")
-                    on_error(None)
                 failing, has_worked = None, True
                 if is_new:
                     cadence.note()
@@ -219,7 +205,7 @@ class Heartbeats:
         self._has_left = False
         self._lock = threading.Lock()
 
-    def beat(self, version: int | None, facts: Callable[[], Mapping[str, str]]) -> None:
+    def beat(self, version: int | None, facts: Mapping[str, str]) -> None:
         """Write a heartbeat if the last one is old or has another version."""
         with self._lock:
             now = self._clock()
@@ -231,7 +217,7 @@ class Heartbeats:
             self._last = version, now
             try:
                 is_taken = self._is_taken(now)
-                self._log.beat(Heartbeat(self._replica, version, int(now), {**facts(), "instance": self._instance}))
+                self._log.beat(Heartbeat(self._replica, version, int(now), {**facts, "instance": self._instance}))
             except DeltasyncError as error:
                 self.failures += 1
                 self._report(

@@ -31,8 +31,6 @@ def memory_folder(parent: Path | None = None) -> Iterator[Path]:
     with ExitStack() as held:
         with locked(home / "folders", wait_s=_WAIT_S):
             _remove_abandoned(home)
-            # Earlier releases had their folders beside each other.
-            _remove_abandoned(place, f"{_name()}-*")
             folder = Path(tempfile.mkdtemp(dir=home))
             held.enter_context(locked(folder / "used"))
         try:
@@ -66,9 +64,9 @@ def _is_private(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and status.st_mode & 0o077 == 0
 
 
-def _remove_abandoned(place: Path, pattern: str = "*") -> None:
+def _remove_abandoned(home: Path) -> None:
     """Remove the folders of processes that have ended: the system has released their locks."""
-    for folder in place.glob(pattern):
+    for folder in home.iterdir():
         if _is_private(folder) and (folder / "used.lock").is_file():
             with suppress(InvalidInputError), locked(folder / "used"):
                 shutil.rmtree(folder, ignore_errors=True)

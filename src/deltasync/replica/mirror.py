@@ -64,7 +64,6 @@ class MappedState(State):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self._is_open = False
 
     def require_ours(self) -> None:
         """InvalidInputError if something is in the place of the file or its record that no mirror has written."""
@@ -74,17 +73,15 @@ class MappedState(State):
                 f"{record} exists and is not the record of a mirror",
                 hint="choose another path: the record is beside it",
             )
-        # A mirror of an earlier release has no mark of its own.
+        # A record is mark enough: a power cut may have taken that of the file.
         if _read_record(self.path) is None:
             require_mapped(self.path)
 
     def open(self, log: Log, applied: Applied) -> None:
-        """Once, look for the mirror that an earlier process left in the file, and check it against the feed.
+        """Look for the mirror that an earlier process left in the file, and check it against the feed.
 
         Weights that have the digest of no version that the record names are of no version, and will be replaced.
         """
-        if self._is_open:
-            return
         self.require_ours()
         remove_abandoned_files(_record_path(self.path), _is_record)
         layout = mapped_layout(self.path)
@@ -103,7 +100,6 @@ class MappedState(State):
                 message = "the mirror %s has the digest %s, which no version of its record has (%s): rebuilding it"
                 logger.warning(message, self.path, digest, named)
                 applied.rebuilt += not record.applied
-        self._is_open = True
 
     def discard(self, applied: Applied) -> None:
         super().discard(applied)

@@ -1,12 +1,13 @@
 """The contract between a follower and its target, which serves the weights of a version."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from deltasync.errors import InvalidInputError
 from deltasync.format.layout import Layout
@@ -56,51 +57,52 @@ STAGED_DIGEST = "target.digest"
 """The rule of the CorruptError of a target that has written other bits than those of the version."""
 
 
-class Target(Protocol):
-    """Something that serves weights. A follower calls it from one thread at a time."""
+class Target(ABC):
+    """Something that serves weights. A follower calls it from one thread at a time.
 
-    @property
-    def engine(self) -> str:
-        """A name of the engine, for heartbeats and logs."""
-        ...
+    The attributes are plain values, which other threads read at any time: a method sets them when they change.
+    """
 
-    @property
-    def version(self) -> int | None:
-        """The version that is completely live; None while one is written, after a failure, or if it is unknown."""
-        ...
+    engine: str = "custom"
+    """A name of the engine, for heartbeats and logs."""
+    version: int | None = None
+    """The version that is completely live; None while one is written, after a failure, or if it is unknown."""
+    reads_state: bool = False
+    """Whether it reads the mirror even when it gets changes: the mirror does not read ahead then."""
+    unseen_elements: int = 0
+    """How many elements that depend on the weights no scrub has compared; 0 for a target whose scrub reads all."""
 
-    @property
-    def reads_mirror(self) -> bool:
-        """Whether it reads the mirror even when it gets changes: the mirror does not read ahead then."""
-        ...
+    def open(self) -> None:  # noqa: B027 - most targets have nothing to open
+        """Take what the target needs for itself, and find out its version. Called before anything else."""
 
-    @property
-    def unseen_elements(self) -> int:
-        """How many elements that depend on the weights no scrub has compared; 0 for a target whose scrub reads all."""
-        ...
+    def look(self) -> None:  # noqa: B027 - most engines lose nothing by themselves
+        """Set `version` to None if the engine lost it. Called at each step: ask the engine here, and nowhere else."""
 
+    @abstractmethod
     def require(self, layout: Layout) -> None:
         """Raise MismatchError, naming the first difference, if weights of this layout do not fit. Changes nothing."""
-        ...
 
+    @abstractmethod
     def stage(self, staged: Staged) -> bool | None:
         """Prepare a version beside the live weights. This may take long.
 
         Returns True if it has read back what it wrote and found the digest of the manifest; CorruptError with the rule
         `STAGED_DIGEST` if it found another one. The follower then gives it all weights.
         """
-        ...
 
+    @abstractmethod
     def commit(self, staged: Staged) -> float:
         """Make the version that was staged last live; return the seconds for which serving was held up."""
-        ...
 
+    @abstractmethod
     def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
         """Compare these tensors, by ordinal, with `weights`, which have the live version; overwrite what differs.
 
         A target that cannot repair has `version` None afterwards, and gets all weights.
         """
-        ...
+
+    def close(self) -> None:  # noqa: B027 - most targets have nothing to close
+        """Let go of what `open` took; what is live stays so. Another follower may open the target again."""
 
 
 class Gate:

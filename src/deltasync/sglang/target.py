@@ -51,7 +51,8 @@ class SglangTarget(FolderTarget):
     `--custom-weight-loader deltasync.sglang.loader.load`, and be able to write to the folder. Needs torch.
     `load_s`: how long the server may take to load a version.
 
-    `version` is what the server says that it has. After a restart of the server it is None until the version is loaded.
+    `version` is what the server said, when it was last asked, that it has. After a restart of the server it is None
+    until the version is loaded.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class SglangTarget(FolderTarget):
     ) -> None:
         super().__init__(path)
         self._server = SglangServer(server)
+        self.engine = self._server.name
         arguments.one_of("pause", pause, PAUSES)
         if pause == "in_place" and not keeps_cache:
             raise InvalidInputError(
@@ -85,31 +87,30 @@ class SglangTarget(FolderTarget):
         self._live: int | None = None
         self._looked_s: float | None = None
         self._is_checked = False
-        self._elements = 0
 
-    @property
-    def engine(self) -> str:
-        return self._server.name
+    def open(self) -> None:
+        """Lock the path. What the server has is not known before it was asked to load a version."""
+        super().open()
+        if self.version != self._live:
+            # Another process may have written the folder since.
+            self._live = None
+        self.version = self._live
 
-    @property
-    def version(self) -> int | None:
-        """The version that the server has; None if it has another one, cannot be reached, or was not asked to load."""
-        folder, live = super().version, self._live
-        if live is None or folder != live:
-            return None
+    def look(self) -> None:
+        """Now and then, ask the server which weights it has. None if they are others, or if it cannot be reached."""
         now_s = self._clock()
-        if self._looked_s is None or now_s - self._looked_s >= _LOOK_S:
-            self._looked_s = now_s
-            try:
-                label = self._label()
-            except EngineError as error:
-                logger.warning("%s", error)
-                return None
-            # Another thread may have switched the server to the next version in the meantime.
-            if label != str(live) and live == self._live:
-                logger.warning("%s has the weights %r, not version %d: it is loaded again", self.engine, label, live)
-                self._live = None
-        return self._live
+        if self._live is None or (self._looked_s is not None and now_s - self._looked_s < _LOOK_S):
+            return
+        self._looked_s = now_s
+        try:
+            label = self._label()
+        except EngineError as error:
+            logger.warning("%s", error)
+            return
+        if label != str(self._live):
+            logger.warning("%s has the weights %r, not version %d: it is loaded again", self.engine, label, self._live)
+            self._live = None
+        self.version = self._live
 
     def stage(self, staged: Staged) -> bool:
         """Write and prove the folder. EngineError, before anything is written, if the server cannot be reached."""
@@ -117,7 +118,7 @@ class SglangTarget(FolderTarget):
         self._is_checked &= self._label() == str(self._live)
         self._require()
         current = self._current()
-        if staged.changes is None and current is not None and super().version == staged.version:
+        if staged.changes is None and current is not None and self._recorded_version() == staged.version:
             # The server was restarted, or failed: the folder may be right already.
             try:
                 is_right = blocks.digest(open_checkpoint(current).weights) == staged.manifest.digest
@@ -139,11 +140,13 @@ class SglangTarget(FolderTarget):
         MismatchError, with what cannot be mapped, if the model is none that can be written in place; the server has the
         version then.
         """
-        self._live, self._elements = None, staged.manifest.elements
+        self.version = self._live = None
+        # No route gives the bits of the server's memory.
+        self.unseen_elements = staged.manifest.elements
         since = self._clock()
         self._server.ask("/pause_generation", {"mode": self._pause}, timeout_s=self._load_s)
         try:
-            super().commit(staged)
+            self._switch(staged)
             if not self._is_written(staged):
                 self._load(staged)
             label = self._label()
@@ -156,7 +159,8 @@ class SglangTarget(FolderTarget):
                 )
         finally:
             self._go_on()
-        self._live, self._looked_s = staged.version, self._clock()
+        self.version = self._live = staged.version
+        self._looked_s = self._clock()
         return self._clock() - since
 
     def _go_on(self) -> None:
@@ -215,20 +219,15 @@ class SglangTarget(FolderTarget):
         """Compare the folder. A folder that was damaged is loaded again; the server's memory cannot be compared."""
         damages = super().scrub(weights, tensors, repair=repair)
         if damages:
-            self._live = None
+            self.version = self._live = None
         return damages
-
-    @property
-    def unseen_elements(self) -> int:
-        """All of them: no route gives the bits of the server's memory."""
-        return self._elements
 
     def _label(self) -> str:
         try:
             return self._server.label()
         except EngineError:
-            # What the server has is not known: ask it before the next answer.
-            self._looked_s = None
+            # What the server has is not known: ask it at the next step.
+            self.version = self._looked_s = None
             raise
 
     def _require(self) -> None:

@@ -14,19 +14,21 @@ from deltasync.blocks import overwrite, overwrite_all
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.format.layout import Layout
 from deltasync.format.weights import Bits, Changes, Weights, tensor_parts
-from deltasync.replica.target import Damage, Gate, Staged
+from deltasync.replica.target import Damage, Gate, Staged, Target
 from deltasync.torch.tensors import TorchState, as_bits, bits_type, host_bits, layout_of, named_tensors, torch_dtype
 
 _METHODS = {torch.bfloat16: "bfloat16", torch.float16: "half", torch.float32: "float", torch.float64: "double"}
 _SIGNED = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
-class ModuleTarget:
+class ModuleTarget(Target):
     """Tensors of any strides on any device, under the names of the checkpoint; nothing is ever cast.
 
     `hold` keeps the generating loop out while weights are overwritten: a `Gate`, which the loop enters for each batch,
     a lock, or any other context manager that can be entered many times.
     """
+
+    engine = "torch"
 
     def __init__(self, module: TorchState, *, hold: Gate | AbstractContextManager[object] | None = None) -> None:
         if hold is not None and not isinstance(hold, AbstractContextManager):
@@ -34,25 +36,7 @@ class ModuleTarget:
             raise InvalidInputError(f"hold must be a context manager, not {described(hold)}", hint=hint)
         self._module = module
         self._hold = hold
-        self._version: int | None = None
         self._writes: Sequence[_Write | _HostWrite] | None = None
-
-    @property
-    def reads_mirror(self) -> bool:
-        return False
-
-    @property
-    def unseen_elements(self) -> int:
-        return 0
-
-    @property
-    def engine(self) -> str:
-        return "torch"
-
-    @property
-    def version(self) -> int | None:
-        """The version that is live; None until the first commit, and while one is written."""
-        return self._version
 
     def require(self, layout: Layout) -> None:
         """MismatchError that names the first tensor that is missing, or has another type or shape."""
@@ -86,9 +70,9 @@ class ModuleTarget:
             raise InvalidInputError(f"version {staged.version} was not staged", hint="call stage first")
         with self._holding():
             since = time.perf_counter()
-            self._version = None
+            self.version = None
             _perform(writes)
-            self._version = staged.version
+            self.version = staged.version
             return time.perf_counter() - since
 
     def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:

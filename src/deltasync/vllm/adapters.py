@@ -19,7 +19,7 @@ from deltasync.files import temporary_beside
 from deltasync.format.layout import Layout
 from deltasync.format.safetensors import header_bytes
 from deltasync.format.weights import Weights
-from deltasync.replica.target import Damage, Staged
+from deltasync.replica.target import Damage, Staged, Target
 
 logger = logging.getLogger(__name__)
 
@@ -32,35 +32,19 @@ Load = Callable[[Path], None]
 """Loads the adapter in a folder, and lets new requests for its name use it. EngineError if vLLM fails."""
 
 
-class AdapterTarget:
+class AdapterTarget(Target):
     """The versions of one adapter in a running engine. `folder` is its own, and should be in memory."""
 
+    reads_state = True
+    """An adapter is small: each version is written as a whole, from the mirror."""
+
     def __init__(self, name: str, load: Load, *, folder: Path) -> None:
+        self.engine = f"vllm adapter {name}"
         self._name = name
         self._load = load
         self._folder = folder
-        self._version: int | None = None
-        self._elements = 0
         self._staged: Path | None = None
         self._live: Path | None = None
-
-    @property
-    def engine(self) -> str:
-        return f"vllm adapter {self._name}"
-
-    @property
-    def version(self) -> int | None:
-        return self._version
-
-    @property
-    def reads_mirror(self) -> bool:
-        """An adapter is small: each version is written as a whole, from the mirror."""
-        return True
-
-    @property
-    def unseen_elements(self) -> int:
-        """All of them: what vLLM holds on its device is not compared."""
-        return self._elements
 
     def require(self, layout: Layout) -> None:
         """Raise MismatchError unless these are the tensors of an adapter."""
@@ -71,7 +55,8 @@ class AdapterTarget:
                     rule="vllm.adapter",
                     hint='publish the adapter alone, for example with DeltasyncCallback(what="adapter")',
                 )
-        self._elements = layout.elements
+        # What vLLM holds on its device is not compared.
+        self.unseen_elements = layout.elements
 
     def stage(self, staged: Staged) -> None:
         """Write the version as a folder that vLLM can load."""
@@ -106,9 +91,9 @@ class AdapterTarget:
         if self._staged is None:
             raise InvalidInputError(f"version {staged.version} was not staged", hint="call stage first")
         started = time.perf_counter()
-        self._version = None
+        self.version = None
         self._load(self._staged)
-        self._live, self._version = self._staged, staged.version
+        self._live, self.version = self._staged, staged.version
         logger.info(
             "adapter %r: version %d, loaded in %.3f s", self._name, staged.version, time.perf_counter() - started
         )
@@ -132,6 +117,6 @@ class AdapterTarget:
                 damages.append(Damage(spec.name, count))
         if damages and repair:
             # The follower delivers a target without a version all weights; the folder must be written again then.
-            self._version = None
+            self.version = None
             shutil.rmtree(self._live, ignore_errors=True)
         return damages

@@ -13,7 +13,7 @@ import torch
 from deltasync.errors import EngineError, MismatchError
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Bits, Changes, Weights, tensor_parts
-from deltasync.replica.target import Damage, Staged
+from deltasync.replica.target import Damage, Staged, Target
 from deltasync.torch.copies import Copy, Indices, is_covered
 from deltasync.torch.stage import Segment, segments, write_stage
 from deltasync.torch.tensors import bits_dtype, torch_dtype
@@ -157,7 +157,7 @@ class Engine(Protocol):
         ...
 
 
-class VllmTarget:
+class VllmTarget(Target):
     """Writes versions into a running engine.
 
     If anything fails after the first write, the engine stays paused: it answers nothing until a whole version is live.
@@ -166,32 +166,14 @@ class VllmTarget:
     """
 
     def __init__(self, engine: Engine, *, folder: Path, mirror: Path, is_whole: bool = True) -> None:
+        self.engine = engine.name
         self._engine = engine
         self._folder = folder
         self._mirror = str(mirror)
         self._is_whole = is_whole
         self._map: EngineMap | None = None
-        self._version: int | None = None
         self._compared: dict[int, int] = {}
         """By tensor: how many elements of memory its last comparison read, in all workers together."""
-
-    @property
-    def engine(self) -> str:
-        return self._engine.name
-
-    @property
-    def version(self) -> int | None:
-        return self._version
-
-    @property
-    def reads_mirror(self) -> bool:
-        """Whether the workers compute something from the mirror at every change."""
-        return self._map is not None and self._map.has_computed
-
-    @property
-    def unseen_elements(self) -> int:
-        """Memory that depends on the weights, and that the workers have not yet reported as compared."""
-        return 0 if self._map is None else self._map.elements - sum(self._compared.values())
 
     def claim(self) -> None:
         """Claim the version that the workers have loaded from the mirror, if they have; the follower proves it.
@@ -202,7 +184,7 @@ class VllmTarget:
         version = loaded.pop() if len(loaded) == 1 else None
         if version is not None:
             self._engine.label(version)
-            self._version = version
+            self.version = version
 
     def require(self, layout: Layout) -> None:
         """Build the map. The live model is only looked at."""
@@ -220,6 +202,9 @@ class VllmTarget:
         if new.has_computed:
             logger.warning("vLLM computes a part of this model from its weights: that part is computed at each switch")
         self._map = new
+        # The workers compute something from the mirror at every change.
+        self.reads_state = new.has_computed
+        self.unseen_elements = new.elements
 
     def stage(self, staged: Staged) -> None:
         """Translate the changes to the memory of each worker, and let the workers read or compute them."""
@@ -236,7 +221,7 @@ class VllmTarget:
         """Pause, write, label, resume."""
         started = time.perf_counter()
         # Unknown already before the pause: a pause that fails may still stop the engine, which then needs a new commit.
-        self._version = None
+        self.version = None
         self._engine.pause()
         try:
             self._write(staged)
@@ -246,7 +231,7 @@ class VllmTarget:
             self._write(staged)
         self._engine.label(staged.version)
         self._engine.resume()
-        self._version = staged.version
+        self.version = staged.version
         held_s = time.perf_counter() - started
         # They are in memory, and the workers have freed what they prepared of them.
         for path in self._stages(self._require_map()):
@@ -264,11 +249,11 @@ class VllmTarget:
         """
         differing = self._compare(tensors, repair=False)
         if differing and repair:
-            version, self._version = self._version, None
+            version, self.version = self.version, None
             self._engine.pause()
             self._compare(tensors, repair=True)
             self._engine.resume()
-            self._version = version
+            self.version = version
         return [Damage(name, count) for name, count in sorted(differing.items())]
 
     def _write(self, staged: Staged) -> None:
@@ -286,8 +271,9 @@ class VllmTarget:
                 seen[ordinal] += elements
             for name, count in compared["differing"].items():
                 differing[name] = differing.get(name, 0) + count
+        self._compared |= seen
         # In one step: the status is read by other threads, and what is compared again is not unseen meanwhile.
-        self._compared = {**self._compared, **seen}
+        self.unseen_elements = self._require_map().elements - sum(self._compared.values())
         return differing
 
     def _require_map(self) -> EngineMap:

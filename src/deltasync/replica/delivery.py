@@ -1,9 +1,10 @@
-"""A target and the mirror that its bits come from: advance both, compare them, repair the target."""
+"""From the mirror to the target: advance both, compare them, repair the target."""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from deltasync.errors import CorruptError, DeltasyncError, InvalidInputError
 from deltasync.feed.files import find_files
 from deltasync.feed.log import Log
 from deltasync.feed.route import Route
-from deltasync.format.digest import StateDigest
+from deltasync.files import locked
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Weights
 from deltasync.parallel import Pool
-from deltasync.replica.events import Advance, Counts, Seconds
+from deltasync.replica.events import Advance, Seconds
+from deltasync.replica.live import Goals, Live
 from deltasync.replica.loop import ScrubSchedule
 from deltasync.replica.mirror import MappedState
 from deltasync.replica.target import STAGED_DIGEST, Damage, Staged, Target
@@ -28,63 +30,66 @@ WHOLE_SHARE = 4
 """If more than one element in this many changed, a target takes all weights: changes would use more memory."""
 
 
-class ProvedTarget:
+class Delivery:
     """Brings a target to versions through the mirror, and knows which version its bits are proved to have.
 
     Nothing here is locked: one thread at a time may use it, and the mirror. While the target takes changes, the mirror
     is lent to the thread that reads ahead, until the advance is done.
-
-    `newest`: the version to read ahead to; None if nothing should be read now.
-    `on_advance`: called with every advance, before the next one can start.
     """
 
     def __init__(
-        self,
-        target: Target,
-        mirror: State,
-        log: Log,
-        counts: Counts,
-        *,
-        base: Path | None,
-        trust_code: bool,
-        newest: Callable[[], Manifest | None],
-        on_advance: Callable[[Advance], None],
+        self, target: Target, mirror: State, log: Log, goals: Goals, live: Live, *, base: Path | None, trust_code: bool
     ) -> None:
-        self.read_back: tuple[int, int] | None = None
-        """The version that was live when all weights were last compared, and the time of that."""
-        self.scrubbed_unix_s: int | None = None
         self._target = target
         self._mirror = mirror
         self._log = log
-        self._counts = counts
+        self._goals = goals
+        self._live = live
         self._base = base
+        self._trust_code = trust_code
         self._applied = Applied()
         """What the mirror took since the last hand-off."""
+        self._held = ExitStack()
         self._is_open = False
-        self._trust_code = trust_code
-        self._newest = newest
-        self._on_advance = on_advance
-        self._proved: tuple[int, StateDigest] | None = None
-        """The version whose bits the target is known to have, and their digest."""
+        self._ahead = Pool(1, "deltasync-ahead")
         self._reading: Future[None] | None = None
 
-    def digest_of(self, version: int | None) -> StateDigest | None:
-        """The digest of a version, if the target is known to have its bits. This may be called from any thread."""
-        proved = self._proved
-        return None if proved is None or proved[0] != version else proved[1]
+    def open(self) -> None:
+        """Once, open the target, lock the file of the mirror, and look for what an earlier process left in it."""
+        if self._is_open:
+            return
+        self._target.open()
+        with ExitStack() as held:
+            if isinstance(self._mirror, MappedState):
+                self._mirror.require_ours()
+                held.enter_context(locked(self._mirror.path))
+                self._mirror.open(self._log, self._applied)
+                self._count()
+            self._held = held.pop_all()
+        self._is_open = True
+        self._collect()
+
+    def close(self) -> None:
+        """Release the file of the mirror, and the target."""
+        self.take_back()
+        self._held.close()
+        self._target.close()
+        self._is_open = False
+
+    def take_back(self) -> None:
+        """Wait until the mirror is no longer read ahead. The next step meets any error of that again."""
+        if self._reading is not None:
+            wait([self._reading])
+            self._reading = None
 
     def is_at(self, goal: Manifest) -> bool:
         """Whether the target is known to have the bits of this version. The mirror may be ahead of it."""
-        return self._proved == (goal.version, goal.digest) and self._target.version == goal.version
-
-    def _is_proved_at(self, version: int | None) -> bool:
-        return self._proved is not None and self._proved[0] == self._target.version == version
+        return self._live.proved == (goal.version, goal.digest) and self._target.version == goal.version
 
     def prove(self) -> None:
         """If the target claims the mirror's version without proof, compare them. A wrong claim means all weights."""
-        self._open()
         mirror, weights, target = self._mirror, self._mirror.weights, self._target
-        if self._proved is not None or weights is None or mirror.version is None or mirror.digest is None:
+        if self._live.proved is not None or weights is None or mirror.version is None or mirror.digest is None:
             return
         if target.version != mirror.version:
             return
@@ -92,63 +97,24 @@ class ProvedTarget:
         if target.scrub(weights, range(len(weights.layout.tensors)), repair=False):
             logger.warning("the target claims version %d but has other bits: it is rewritten", mirror.version)
             return
-        self._proved = mirror.version, mirror.digest
-        self._note_read_back(mirror.version)
-        self._hand_off()
+        self._live.proved = mirror.version, mirror.digest
+        self._live.note_read_back(mirror.version)
+        self._collect()
 
-    def _open(self) -> None:
-        """Once, look for the mirror of an earlier process."""
-        if self._is_open:
-            return
-        if isinstance(self._mirror, MappedState):
-            self._mirror.open(self._log, self._applied)
-            self._count()
-        self._is_open = True
-        self._hand_off()
-
-    def _advance(self, goal: Manifest) -> None:
-        """Bring the mirror to a version, after the target has accepted the layout of it."""
-        self._open()
-        route, weights = Route(self._log, goal, base=self._base), self._mirror.weights
-        if weights is None or weights.layout.sha256 != goal.layout_sha256:
-            since = time.perf_counter()
-            self._target.require(route.start().layout)
-            self._applied.plan_s += time.perf_counter() - since
-        try:
-            self._mirror.advance(route, self._applied)
-        finally:
-            self._count()
-
-    def _count(self) -> None:
-        """Move what the status shows from the record of the mirror to the counts."""
-        counts, applied = self._counts, self._applied
-        counts.rerouted += applied.rerouted
-        counts.refetched += applied.refetched
-        counts.rebuilt += applied.rebuilt
-        applied.rerouted = applied.refetched = applied.rebuilt = 0
-
-    def _hand_off(self) -> Applied:
-        """Return what the mirror took since the last hand-off, and collect what comes after the present version."""
-        collected, version, weights = self._applied, self._mirror.version, self._mirror.weights
-        self._applied = Applied(start=version)
-        if version is not None and weights is not None:
-            self._applied.limit, self._applied.changes = weights.layout.elements // WHOLE_SHARE, []
-        return collected
-
-    def serve(self, goal: Manifest, ahead: Pool | None = None) -> Advance:
-        """Bring the mirror and then the target to a version; read ahead in the meantime, where that is possible."""
+    def to(self, goal: Manifest, *, reads_ahead: bool = False) -> Advance:
+        """Bring the mirror and then the target to a version; `reads_ahead`: in the meantime, where that is possible."""
         self._advance(goal)
-        staged, applied = self._prepare(goal)
-        if ahead is not None and staged.changes is not None and not self._target.reads_mirror:
-            self._reading = ahead.submit(self._read_ahead, staged.weights.layout)
+        staged, applied = self._hand_off(goal)
+        if reads_ahead and staged.changes is not None and not self._target.reads_state:
+            self._reading = self._ahead.submit(self._read_ahead, staged.weights.layout)
         try:
-            return self._deliver(staged, applied)
+            return self._switch(staged, applied)
         except CorruptError as error:
             if error.rule != STAGED_DIGEST:
                 raise
             logger.warning("the target is rewritten with all weights: %s", error)
         finally:
-            self.take_back_mirror()
+            self.take_back()
         return self._rewrite(goal)
 
     def _rewrite(self, goal: Manifest) -> Advance:
@@ -159,27 +125,33 @@ class ProvedTarget:
         if mirror.version is not None and mirror.version != goal.version:
             goal = self._log.read(mirror.version)
         self._advance(goal)
-        return self._deliver(*self._prepare(goal))
+        return self._switch(*self._hand_off(goal))
 
-    def take_back_mirror(self) -> None:
-        """Wait until the mirror is no longer read ahead. The next step meets any error of that again."""
-        if self._reading is not None:
-            wait([self._reading])
-            self._reading = None
+    def _advance(self, goal: Manifest) -> None:
+        """Bring the mirror to a version, after the target has accepted the layout of it."""
+        route, weights = Route(self._log, goal, base=self._base), self._mirror.weights
+        if weights is None or weights.layout.sha256 != goal.layout_sha256:
+            since = time.perf_counter()
+            self._target.require(route.start().layout)
+            self._applied.plan_s += time.perf_counter() - since
+        try:
+            self._mirror.advance(route, self._applied)
+        finally:
+            self._count()
 
     def _read_ahead(self, layout: Layout) -> None:
         """Bring only the mirror to the newest version. A version of another layout has to wait for the target."""
         try:
-            newest = self._newest()
+            newest = self._goals.ahead()
             if newest is not None and newest.layout_sha256 == layout.sha256:
                 self._advance(newest)
         except DeltasyncError as error:
             # The next step meets the same error, and reports it.
             logger.debug("cannot read ahead: %s", error)
 
-    def _prepare(self, goal: Manifest) -> tuple[Staged, Applied]:
+    def _hand_off(self, goal: Manifest) -> tuple[Staged, Applied]:
         """What the target needs to become the version that the mirror holds."""
-        weights, applied = self._require_weights(), self._hand_off()
+        weights, applied = self._require_weights(), self._collect()
         changes = None if applied.changes is None else tuple(applied.changes)
         if applied.start is None or not self._is_proved_at(applied.start):
             changes = None
@@ -196,9 +168,25 @@ class ProvedTarget:
         )
         return staged, applied
 
-    def _deliver(self, staged: Staged, applied: Applied) -> Advance:
-        """Stage and commit, and report it. If the target fails, it gets all weights the next time."""
-        before, self._proved = self._target.version, None
+    def _collect(self) -> Applied:
+        """Return what the mirror took since the last hand-off, and collect what comes after the present version."""
+        collected, version, weights = self._applied, self._mirror.version, self._mirror.weights
+        self._applied = Applied(start=version)
+        if version is not None and weights is not None:
+            self._applied.limit, self._applied.changes = weights.layout.elements // WHOLE_SHARE, []
+        return collected
+
+    def _count(self) -> None:
+        """Move what the status shows from the record of the mirror to the counts."""
+        counts, applied = self._live.counts, self._applied
+        counts.rerouted += applied.rerouted
+        counts.refetched += applied.refetched
+        counts.rebuilt += applied.rebuilt
+        applied.rerouted = applied.refetched = applied.rebuilt = 0
+
+    def _switch(self, staged: Staged, applied: Applied) -> Advance:
+        """Stage and commit, and tell of it. If the target fails, it gets all weights the next time."""
+        before, self._live.proved = self._target.version, None
         began = time.perf_counter()
         is_read_back = self._target.stage(staged)
         staged_at = time.perf_counter()
@@ -211,24 +199,17 @@ class ProvedTarget:
             commit=time.perf_counter() - staged_at,
             pause=pause_s,
         )
-        self._proved = staged.version, staged.manifest.digest
+        self._live.proved = staged.version, staged.manifest.digest
         if is_read_back:
-            self._note_read_back(staged.version)
+            self._live.note_read_back(staged.version)
         changed = None if staged.changes is None else applied.changed
         committed_unix_s = staged.manifest.created_unix_s
         edges = tuple(applied.edges)
         advanced = Advance(before, staged.version, edges, applied.nbytes, changed, seconds, committed_unix_s)
-        self._counts.moves += 1
-        self._counts.nbytes += advanced.nbytes
-        self._on_advance(advanced)
+        self._live.tell(advanced)
         return advanced
 
-    def _require_weights(self) -> Weights:
-        if self._mirror.weights is None or self._mirror.version is None:
-            raise InvalidInputError("there is nothing to compare with yet", hint="advance first")
-        return self._mirror.weights
-
-    def scrub_due(self, schedule: ScrubSchedule, *, pinned: int | None) -> None:
+    def scrub_due(self, schedule: ScrubSchedule) -> None:
         """Compare the tensors that are due, and check the mirror once in each round."""
         if None in (self._mirror.version, self._target.version):
             return
@@ -237,15 +218,11 @@ class ProvedTarget:
         if 0 in due:
             self._prove_mirror()
         if due:
-            self.scrub(pinned=pinned, repair=True, tensors=due)
-            if len(weights.layout.tensors) - 1 in due and not self._target.reads_mirror:
-                self.scrubbed_unix_s = int(time.time())
+            self.scrub(repair=True, tensors=due)
+            if len(weights.layout.tensors) - 1 in due and not self._target.reads_state:
+                self._live.scrubbed_unix_s = int(time.time())
 
-    def _note_read_back(self, version: int) -> None:
-        if not self._target.unseen_elements:
-            self.read_back = version, int(time.time())
-
-    def scrub(self, *, pinned: int | None, repair: bool, tensors: Sequence[int] | None = None) -> list[Damage]:
+    def scrub(self, *, repair: bool, tensors: Sequence[int] | None = None) -> list[Damage]:
         """Compare the live weights of these tensors, by default of all, with the mirror, and repair those that differ.
 
         The target and the mirror are brought to the same version first: the mirror's, or the pinned one. The mirror
@@ -253,29 +230,30 @@ class ProvedTarget:
         """
         self.prove()
         self._require_weights()
+        pinned, counts = self._goals.pinned_version, self._live.counts
         wanted = self._mirror.version if pinned is None else pinned
+        assert wanted is not None
         if self._mirror.version != wanted or not self._is_proved_at(wanted):
-            assert wanted is not None
-            self.serve(self._log.read(wanted))
+            self.to(self._log.read(wanted))
         if tensors is None:
             self._prove_mirror()
         weights = self._require_weights()
         tensors = range(len(weights.layout.tensors)) if tensors is None else tensors
         damages = self._target.scrub(weights, tensors, repair=False)
         elements = sum(damage.elements for damage in damages)
-        self._counts.scrubbed += sum(weights.layout.tensors[i].elements for i in tensors)
-        self._counts.damaged += elements
+        counts.scrubbed += sum(weights.layout.tensors[i].elements for i in tensors)
+        counts.damaged += elements
         for damage in damages:
             logger.warning("version %s: %d elements of %r differ", wanted, damage.elements, damage.tensor)
-        if not damages and len(tensors) == len(weights.layout.tensors) and wanted is not None:
-            self._note_read_back(wanted)
+        if not damages and len(tensors) == len(weights.layout.tensors):
+            self._live.note_read_back(wanted)
         if damages and repair:
             if self._prove_mirror():
                 self._target.scrub(weights, tensors, repair=True)
-                if self._target.version is None and wanted is not None:
+                if self._target.version is None:
                     # The target cannot repair single tensors: it gets all weights.
-                    self.serve(self._log.read(wanted))
-            self._counts.repaired += elements
+                    self.to(self._log.read(wanted))
+            counts.repaired += elements
         return damages
 
     def _prove_mirror(self) -> bool:
@@ -288,7 +266,16 @@ class ProvedTarget:
             return True
         # The mirror may be ahead of the target, which stays at its version.
         version = mirror.version if self._target.version is None else self._target.version
-        self._proved = None
+        self._live.proved = None
         mirror.discard(self._applied)
-        self.serve(self._log.read(version))
+        self.to(self._log.read(version))
         return False
+
+    def _is_proved_at(self, version: int) -> bool:
+        proved = self._live.proved
+        return proved is not None and proved[0] == self._target.version == version
+
+    def _require_weights(self) -> Weights:
+        if self._mirror.weights is None or self._mirror.version is None:
+            raise InvalidInputError("there is nothing to compare with yet", hint="advance first")
+        return self._mirror.weights

@@ -16,7 +16,7 @@ from deltasync.cli.parser import FEED_VARIABLE
 from deltasync.errors import InvalidInputError
 from deltasync.format import keys
 from deltasync.store import open_store
-from deltasync.vllm.home import MIRROR, MODEL, BareModel, found_home
+from deltasync.vllm.bootstrap import MIRROR, MODEL, BareModel, bootstrap
 from deltasync.vllm.plugin import BACKEND
 from deltasync.vllm.settings import Settings
 
@@ -124,13 +124,13 @@ def with_model(launch: Launch, *, trust_code: bool) -> Launch:
         trust_code=trust_code,
         needs_tokenizer=given.keys().isdisjoint({"--tokenizer", "--skip-tokenizer-init"}),
     )
-    home = found_home(launch.environment, model)
-    added = ["--model", str(home / MODEL)]
+    folder = bootstrap(launch.environment, model)
+    added = ["--model", str(folder / MODEL)]
     if _LOAD_FORMAT not in given:
         added += [_LOAD_FORMAT, BACKEND]
     if "--served-model-name" not in given:
         added += ["--served-model-name", settings.feed.rstrip("/").rpartition("/")[2]]
-    mirror = home / MIRROR if settings.mirror is None else settings.mirror
+    mirror = folder / MIRROR if settings.mirror is None else settings.mirror
     return Launch((*launch.command, *added), {**launch.environment, "DELTASYNC_MIRROR": str(mirror)})
 
 

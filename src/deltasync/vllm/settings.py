@@ -10,7 +10,7 @@ from typing import Literal, cast, get_args
 from deltasync.errors import InvalidInputError
 
 PauseMode = Literal["keep", "abort", "wait"]
-Way = Literal["pull", "push"]
+SyncMode = Literal["pull", "push"]
 CachePolicy = Literal["clear", "keep"]
 OnRefused = Literal["exit", "serve"]
 
@@ -40,7 +40,7 @@ class Settings:
 
     feed: str | None
     token: str | None = field(default=None, repr=False)
-    way: Way = "pull"
+    way: SyncMode = "pull"
     pause: PauseMode = "keep"
     mirror: Path | None = None
     base: Path | None = None
@@ -64,7 +64,7 @@ class Settings:
         return cls(
             feed=values.get("feed"),
             token=values.get("token"),
-            way=cast(Way, _one_of("way", values.get("way", "pull"), get_args(Way))),
+            way=cast(SyncMode, _one_of("way", values.get("way", "pull"), get_args(SyncMode))),
             pause=cast(PauseMode, _one_of("pause", values.get("pause", "keep"), get_args(PauseMode))),
             mirror=Path(values["mirror"]) if "mirror" in values else None,
             base=Path(values["base"]) if "base" in values else None,

@@ -16,21 +16,15 @@ is the checkpoint engine for rollout workers. For servers that follow the feed b
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import ray
 import torch
 
-from deltasync import arguments
-from deltasync.errors import EngineError, InvalidInputError, StoreError
-from deltasync.feed.log import Log
-from deltasync.format.manifest import Manifest
-from deltasync.replica.fleet import serving
-from deltasync.store import opened
-from deltasync.torch.held import HeldVersion, floating_type, publication_numbers, require_methods
-from deltasync.torch.publisher import Publisher
-from deltasync.trainer.publisher import PublisherOptions
+from deltasync import EngineError, InvalidInputError, PublisherOptions, StoreError, arguments
+from deltasync.frameworks import floating_type, publication_numbers, require_methods
+from deltasync.torch import FeedReader, Publisher
 
 try:
     from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
@@ -99,15 +93,15 @@ class DeltasyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._feed = feed
         self._dtype = floating_type(dtype)
         self._wait_s = arguments.seconds("wait_s", wait_s, is_zero_allowed=False)
-        self._held = HeldVersion(feed, wait_s=wait_s, device=device)
+        self._reader = FeedReader(feed, wait_s=wait_s, device=device)
         self._publisher: Publisher | None = None
         self._is_master = False
         self._wanted: int | None = None
 
     def prepare(self) -> dict[str, int]:
         """The version of the feed before this refit."""
-        head = self._held.head()
-        return {"version": _NONE if head is None else head}
+        head = self._reader.head()
+        return {"version": _NONE if head is None else head.version}
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[Any]
@@ -157,10 +151,10 @@ class DeltasyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
         """The weights of this refit's version, once it is committed, in batches of about `bucket_size` bytes."""
-        await asyncio.to_thread(self._held.advance, self._next())
+        await asyncio.to_thread(self._reader.advance, self._next())
         batch: list[tuple[str, torch.Tensor]] = []
         nbytes = 0
-        for name, tensor in self._held.tensors():
+        for name, tensor in self._reader.tensors():
             if batch and nbytes + tensor.nbytes > self.bucket_size:
                 yield batch
                 batch, nbytes = [], 0
@@ -174,7 +168,7 @@ class DeltasyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.close()
-        self._held.close()
+        self._reader.close()
 
 
 class DeltasyncWeightSynchronizer(WeightSynchronizer):  # type: ignore[misc]
@@ -194,8 +188,7 @@ class DeltasyncWeightSynchronizer(WeightSynchronizer):  # type: ignore[misc]
         self._wait_s = arguments.seconds("wait_s", wait_s, is_zero_allowed=False)
         self._replicas = arguments.whole_number("replicas", replicas)
         self._engine = {"feed": feed, "dtype": dtype, "wait_s": self._wait_s, "release_after_refit": False}
-        self._resources = ExitStack()
-        self._log: Log | None = None
+        self._reader: FeedReader | None = None
         self._stale = True
 
     @property
@@ -205,8 +198,8 @@ class DeltasyncWeightSynchronizer(WeightSynchronizer):  # type: ignore[misc]
 
     def init_communicator(self) -> None:
         """Let the policy workers open the feed. Before that, a feed that cannot be reached is refused here."""
-        self._log = Log(self._resources.enter_context(opened(self._feed)))
-        self._log.head()
+        self._reader = FeedReader(self._feed)
+        self._reader.head()
         name = f"{__name__}:{DeltasyncCheckpointEngine.__name__}"
         self._run("init_checkpoint_engine", backend=name, bucket_size_bytes=1, engine_kwargs=self._engine)
         metadata = self._run("prepare_checkpoint_engine")
@@ -220,22 +213,24 @@ class DeltasyncWeightSynchronizer(WeightSynchronizer):  # type: ignore[misc]
 
         EngineError if too few replicas serve the version in time: it is committed, and they may still get it.
         """
-        if self._log is None:
+        if self._reader is None:
             raise InvalidInputError("the synchronizer is not initialized", hint="call init_communicator first")
         self._stale = True
         with nullcontext() if timer is None else timer.time(_PHASE):
             self._run("send_weights_via_checkpoint_engine", kv_scales=kv_scales)
-            manifest = self._log.require_head()
-            self._await_replicas(self._log, manifest)
+            manifest = self._reader.head()
+            if manifest is None:
+                raise EngineError("the policy workers have published nothing", hint="look at their logs")
+            self._await_replicas(self._reader, manifest.version)
         self._stale = False
         return publication_numbers(manifest)
 
     def shutdown(self) -> None:
         """Release the feed, here and in the policy workers."""
-        if self._log is not None:
-            self._log = None
-            self._run("close")
-        self._resources.close()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            with reader:
+                self._run("close")
 
     def _run(self, method: str, **arguments: Any) -> list[Any]:
         """What all policy workers return."""
@@ -245,25 +240,25 @@ class DeltasyncWeightSynchronizer(WeightSynchronizer):  # type: ignore[misc]
         results: list[Any] = ray.get(refs)
         return results
 
-    def _await_replicas(self, log: Log, manifest: Manifest) -> None:
+    def _await_replicas(self, reader: FeedReader, version: int) -> None:
         until_s = time.monotonic() + self._wait_s
         while self._replicas:
             try:
-                live = serving(log)
+                live = reader.serving()
             except StoreError as error:
                 if not error.transient or time.monotonic() > until_s:
                     raise
                 time.sleep(_POLL_S)
                 continue
-            late = [f"{beat.replica} (version {version})" for version, beat in live if version < manifest.version]
+            late = [f"{replica} (version {served})" for replica, served in live.items() if served < version]
             current = len(live) - len(late)
             if current >= self._replicas:
                 return
             if time.monotonic() > until_s:
                 raise EngineError(
-                    f"{current} of {self._replicas} replicas serve version {manifest.version} after "
+                    f"{current} of {self._replicas} replicas serve version {version} after "
                     f"{self._wait_s:g} s; others that are live: {', '.join(late) or 'none':.200}",
-                    version=manifest.version,
+                    version=version,
                     hint="`deltasync status` lists them",
                 )
             time.sleep(_POLL_S)

@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deltasync.errors import InvalidInputError
-from deltasync.replica.events import Advance
-from deltasync.trainer.events import PublishEvent
+from deltasync import Advance, InvalidInputError, PublishEvent
 
 __all__ = ["Observer", "event_metrics", "to_mlflow", "to_tensorboard", "to_wandb"]
 

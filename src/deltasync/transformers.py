@@ -7,6 +7,7 @@ Models with PEFT adapters publish the adapter alone, or the weights with the ada
 """
 
 import copy
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -20,15 +21,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 
-from deltasync import arguments
-from deltasync.errors import DeltasyncError, InvalidInputError
-from deltasync.format.companions import require_files
-from deltasync.store import Feed
-from deltasync.torch.publisher import Publisher, TorchPublisher, model_files, saved_files
-from deltasync.torch.sharded import ShardedPublisher
+from deltasync import DeltasyncError, InvalidInputError, Publication, PublisherOptions, Store, arguments
+from deltasync.torch import Publisher, ShardedPublisher
+from deltasync.torch.publisher import model_files, saved_files
 from deltasync.torch.tensors import NamedTensors, TorchState, named_tensors, require_dtype, unwrapped
-from deltasync.trainer.events import Publication
-from deltasync.trainer.publisher import PublisherOptions
 
 if TYPE_CHECKING:
     # Imported where it is used: models without adapters need no PEFT.
@@ -174,7 +170,7 @@ class DeltasyncCallback(TrainerCallback):
 
     def __init__(
         self,
-        feed: Feed,
+        feed: str | os.PathLike[str] | Store,
         *,
         what: What = "model",
         every_steps: int = 1,
@@ -187,14 +183,13 @@ class DeltasyncCallback(TrainerCallback):
         if dtype is not None:
             require_dtype(dtype)
         arguments.instance("options", options, PublisherOptions)
-        require_files({} if files is None else files)
         self._feed = feed
         self._what: What = what
         self._every_steps = every_steps
-        self._files: Mapping[str, bytes] = {} if files is None else files
+        self._files = PublisherOptions(files={} if files is None else files).files
         self._dtype = dtype
         self._options = options
-        self._publisher: TorchPublisher | None = None
+        self._publisher: Publisher | ShardedPublisher | None = None
         self._send: Send | None = None
         self._last: Publication | None = None
 

@@ -8,24 +8,19 @@ This module does not import TRL: TRL calls five methods of the transfer, in its 
 """
 
 import logging
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from deltasync.errors import DeltasyncError, InvalidInputError, StoreError
-from deltasync.feed.log import LIVE_S, Log
-from deltasync.format.sealed import Heartbeat
-from deltasync.replica.fleet import serving
-from deltasync.store import Feed, opened
-from deltasync.torch.publisher import Publisher
-from deltasync.trainer.events import Publication
-from deltasync.trainer.publisher import PublisherOptions
+from deltasync import DeltasyncError, InvalidInputError, Publication, PublisherOptions, Store, StoreError
+from deltasync.torch import FeedReader, Publisher
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +34,12 @@ _START = "start a replica that follows this feed, such as `deltasync serve`, and
 
 
 def wait_for_replicas(
-    log: Log,
+    reader: FeedReader,
     version: int,
     *,
     replicas: int,
     timeout_s: float,
-    live_s: float = LIVE_S,
+    live_s: float = 900,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
@@ -57,7 +52,7 @@ def wait_for_replicas(
     while True:
         message, hint = None, _CHECK
         try:
-            live = serving(log, live_s=live_s, clock=clock)
+            live = reader.serving(live_s=live_s, clock=clock)
             message, hint = _missing(live, version, replicas), _CHECK if len(live) >= replicas else _START
         except StoreError as error:
             if not error.transient:
@@ -76,11 +71,11 @@ def wait_for_replicas(
         pause_s = min(2 * pause_s, _POLL_MOST_S)
 
 
-def _missing(live: list[tuple[int, Heartbeat]], version: int, replicas: int) -> str | None:
+def _missing(live: Mapping[str, int], version: int, replicas: int) -> str | None:
     """A description of what is still missing; None if nothing is."""
     if len(live) < replicas:
         return f"{len(live)} live replicas serve a version, at least {replicas} are required"
-    behind = [f"{beat.replica!r:.80} serves version {served}" for served, beat in live if served < version]
+    behind = [f"{replica!r:.80} serves version {served}" for replica, served in live.items() if served < version]
     more = f" and {len(behind) - 3} others" if len(behind) > 3 else ""
     return ", ".join(behind[:3]) + more if behind else None
 
@@ -130,12 +125,12 @@ class DeltasyncTransfer:
 
     def __init__(
         self,
-        feed: Feed,
+        feed: str | os.PathLike[str] | Store,
         *,
         max_lag: int = 1,
         require_replicas: int = 1,
         timeout_s: float = 1200.0,
-        live_s: float = LIVE_S,
+        live_s: float = 900,
         dtype: torch.dtype | None = None,
         options: PublisherOptions = PublisherOptions(),
     ) -> None:
@@ -184,7 +179,7 @@ class DeltasyncTransfer:
 
     def init_weight_transfer(self) -> None:
         """Open the store, and read from it once: a wrong URL or account is an error before training begins."""
-        self._open().log.head()
+        self._open().reader.head()
 
     def pause(self) -> None:
         """Do nothing: replicas decide themselves when to swap weights."""
@@ -196,7 +191,7 @@ class DeltasyncTransfer:
         self._sent.append(feed.publisher.publish(iterator, step=self._step()))
         if len(self._sent) == self._sent.maxlen or (is_first and self._require_replicas > 0):
             wait_for_replicas(
-                feed.log,
+                feed.reader,
                 self._oldest_version(),
                 replicas=self._require_replicas,
                 timeout_s=self._timeout_s,
@@ -226,9 +221,9 @@ class DeltasyncTransfer:
     def _open(self) -> "_OpenFeed":
         if self._opened is None:
             resources = ExitStack()
-            store = resources.enter_context(opened(self._feed))
-            publisher = resources.enter_context(Publisher(store, dtype=self._dtype, options=self._options))
-            self._opened = _OpenFeed(Log(store), publisher, resources)
+            reader = resources.enter_context(FeedReader(self._feed))
+            publisher = resources.enter_context(Publisher(self._feed, dtype=self._dtype, options=self._options))
+            self._opened = _OpenFeed(reader, publisher, resources)
         return self._opened
 
     def _oldest_version(self) -> int:
@@ -250,8 +245,8 @@ class DeltasyncTransfer:
     def _served(self) -> int | None:
         """The version that all live replicas have reached; None if there is none."""
         feed = self._opened
-        live = [] if feed is None else serving(feed.log, live_s=self._live_s)
-        return live[0][0] if live else None
+        live = {} if feed is None else feed.reader.serving(live_s=self._live_s)
+        return min(live.values(), default=None)
 
     def _update_label(self, model_version: int) -> None:
         """Replaces the worker's method: TRL calls it after each sync, and with an old count when it resumes."""
@@ -265,7 +260,7 @@ class DeltasyncTransfer:
 class _OpenFeed:
     """A feed that is written to and whose heartbeats are read; `resources` closes it."""
 
-    log: Log
+    reader: FeedReader
     publisher: Publisher
     resources: ExitStack
 

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from deltasync import arguments
-from deltasync.errors import InvalidInputError
-from deltasync.torch.held import HeldVersion, floating_type, publication_numbers, require_methods
-from deltasync.torch.publisher import Publisher
-from deltasync.trainer.publisher import PublisherOptions
+from deltasync import InvalidInputError, PublisherOptions, arguments
+from deltasync.frameworks import floating_type, publication_numbers, require_methods
+from deltasync.torch import FeedReader, Publisher
 
 try:
     from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
@@ -82,15 +80,15 @@ class DeltasyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
         self._dtype = floating_type(dtype)
         self._wait_s = arguments.seconds("wait_s", wait_s, is_zero_allowed=False)
         self._publisher: Publisher | None = None
-        self._held = HeldVersion(feed, wait_s=wait_s, device=device)
+        self._reader = FeedReader(feed, wait_s=wait_s, device=device)
         self._wanted: int | None = None
 
     def prepare(self) -> dict[str, Any]:
         """What the manager needs: the master says which version the feed has before this round."""
         if not self.is_master:
             return {}
-        head = self._held.head()
-        return {"feed": self._feed, "version": _NONE if head is None else head}
+        head = self._reader.head()
+        return {"feed": self._feed, "version": _NONE if head is None else head.version}
 
     @classmethod
     def build_topology(
@@ -145,19 +143,19 @@ class DeltasyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
         """The weights of this round's version, once it is committed."""
         if self._wanted is None:
             raise InvalidInputError("receive_weights needs a round", hint="verl calls init_process_group first")
-        manifest = await asyncio.to_thread(self._held.advance, self._wanted)
+        manifest = await asyncio.to_thread(self._reader.advance, self._wanted)
         if global_steps is not None and manifest.step != global_steps:
             raise InvalidInputError(
                 f"version {manifest.version} is of step {manifest.step}, not of {global_steps}",
                 hint="only the actors of this run may publish to the feed: use a feed of its own",
             )
-        for pair in self._held.tensors():
+        for pair in self._reader.tensors():
             yield pair
 
     async def get_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """The weights of the newest version, for rollout workers that fetch whenever they are free."""
-        await asyncio.to_thread(self._held.advance)
-        for pair in self._held.tensors():
+        await asyncio.to_thread(self._reader.advance)
+        for pair in self._reader.tensors():
             yield pair
 
     def close(self) -> None:
@@ -165,7 +163,7 @@ class DeltasyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.close()
-        self._held.close()
+        self._reader.close()
 
 
 async def _exhaust(weights: Any) -> None:

@@ -23,10 +23,10 @@ MUTANTS = (
     Mutant(
         name="weights-replaced-under-a-label",
         harm="vLLM's own reload replaces weights, and answers keep the label of a version that is no longer there.",
-        path="src/deltasync/vllm/guard.py",
+        path="src/deltasync/vllm/ownership.py",
         old="    elif method in _WRITES or (method in _PROTOCOL and _owner(core) == _SERVER):\n",
         new="    elif method in _PROTOCOL and _owner(core) == _SERVER:\n",
-        killers=("tests/unit/test_vllm_guard.py::test_a_server_that_follows_keeps_its_weights",),
+        killers=("tests/unit/test_vllm_ownership.py::test_a_server_that_follows_keeps_its_weights",),
     ),
     Mutant(
         name="one-worker-claims-for-all",
@@ -48,8 +48,8 @@ MUTANTS = (
         name="part-of-a-model-served",
         harm="A server that takes only a part of a tensor follows the feed, and mixes versions in its memory.",
         path="src/deltasync/vllm/target.py",
-        old="            if stored and self._is_whole and not is_covered(spec.elements, copies):\n",
-        new="            if stored and not self._is_whole and not is_covered(spec.elements, copies):\n",
+        old="            if stored and self._is_whole and not is_covered(spec.elements, placements):\n",
+        new="            if stored and not self._is_whole and not is_covered(spec.elements, placements):\n",
         killers=("tests/unit/test_vllm_target.py::test_another_model_is_refused_before_anything_is_touched",),
     ),
     Mutant(
@@ -98,27 +98,27 @@ MUTANTS = (
     Mutant(
         name="probe-map-off-by-one",
         harm="Every change goes to the element beside the one that it belongs to.",
-        path="src/deltasync/torch/probes.py",
+        path="src/deltasync/engines/probes.py",
         old="        return specs[owner].name, index - int(starts[owner]), length\n",
         new="        return specs[owner].name, index - int(starts[owner]) + 1, length\n",
-        killers=("tests/unit/test_vllm_probes.py::test_the_map_is_where_the_loader_puts_things",),
+        killers=("tests/unit/test_engines_probes.py::test_the_map_is_where_the_loader_puts_things",),
     ),
     Mutant(
         name="copy-off-by-one",
         harm="Changes of a fused or sharded tensor go to the element beside the one that they belong to.",
-        path="src/deltasync/torch/copies.py",
+        path="src/deltasync/engines/placement.py",
         old="            places += at * here\n",
         new="            places += (at + 1) * here\n",
-        killers=("tests/unit/test_torch_copies.py::test_the_arithmetic_agrees_with_a_copy",),
+        killers=("tests/unit/test_engines_placement.py::test_the_arithmetic_agrees_with_a_copy",),
     ),
     Mutant(
         name="twin-written-into-the-live-model",
         harm="To look at a server overwrites its live weights with the numbers of a probe, and it answers nonsense.",
-        path="src/deltasync/torch/probes.py",
+        path="src/deltasync/engines/probes.py",
         old="                held.setdefault(ordinal, []).append(part.cpu())\n",
         new="                held.setdefault(ordinal, []).append(part.cpu())\n"
         "                live.spans[ordinal].flat.copy_(part)\n",
-        killers=("tests/unit/test_vllm_probes.py::test_the_live_model_is_only_looked_at",),
+        killers=("tests/unit/test_engines_probes.py::test_the_live_model_is_only_looked_at",),
     ),
     Mutant(
         name="live-model-not-watched",
@@ -131,10 +131,10 @@ MUTANTS = (
     Mutant(
         name="probe-without-proof",
         harm="Memory that only looks like an index is taken for a copy of a weight, and is overwritten.",
-        path="src/deltasync/torch/probes.py",
+        path="src/deltasync/engines/probes.py",
         old="    is_index &= _unsigned(noise) == _unsigned(parts[-1])\n",
         new="",
-        killers=("tests/unit/test_vllm_probes.py::test_what_a_loader_does_is_found_out",),
+        killers=("tests/unit/test_engines_probes.py::test_what_a_loader_does_is_found_out",),
     ),
     Mutant(
         name="several-engines-followed",
@@ -163,7 +163,7 @@ MUTANTS = (
     Mutant(
         name="worker-scrub-compares-nothing",
         harm="A scrub of a vLLM server never finds a flipped bit.",
-        path="src/deltasync/torch/memory.py",
+        path="src/deltasync/engines/memory.py",
         old="            count += int(is_other.sum())\n",
         new="            count += 0\n",
         killers=("tests/unit/test_vllm_worker.py::test_a_flipped_bit_is_found_and_repaired",),
@@ -179,7 +179,7 @@ MUTANTS = (
     Mutant(
         name="nan-after-a-cast-is-damage",
         harm="A NaN in a model that is served in another type counts as damage at every scrub.",
-        path="src/deltasync/torch/memory.py",
+        path="src/deltasync/engines/memory.py",
         old="                is_other &= ~(here.isnan() & there.isnan())\n",
         new="                pass\n",
         killers=("tests/unit/test_vllm_worker.py::test_a_feed_of_another_type_than_the_model",),
@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant(
         name="older-stage-wins",
         harm="A worker that takes several versions at once keeps an older value of an element.",
-        path="src/deltasync/torch/stage.py",
+        path="src/deltasync/engines/stage.py",
         old="        is_last = np.append(places[1:] != places[:-1], True)\n",
         new="        is_last = np.append(True, places[1:] != places[:-1])\n",
         killers=("tests/unit/test_vllm_worker.py::test_later_changes_win",),

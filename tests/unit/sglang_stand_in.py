@@ -20,7 +20,7 @@ from support.servers import json_server
 
 from deltasync import digest
 from deltasync.checkpoint import open_checkpoint
-from deltasync.torch.memory import as_tensor
+from deltasync.engines.memory import as_tensor
 
 RELEASE = "0.5.23"
 

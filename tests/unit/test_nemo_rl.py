@@ -234,7 +234,7 @@ def test_many_refits_after_one_preparation(tmp_path: Path, module: Any, monkeypa
     # A refit that fails at the receiver: the next one brings its own weights, not those of the one that failed.
     asyncio.run(sender.send_weights(iter(weights(3).items())))
     with monkeypatch.context() as patch:
-        patch.setattr(receiver._held, "advance", lambda version: 1 / 0)
+        patch.setattr(receiver._reader, "advance", lambda version: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             asyncio.run(receive(receiver))
     asyncio.run(sender.send_weights(iter(weights(4).items())))

@@ -98,32 +98,6 @@ def test_a_create_whose_answer_was_lost(limit_s: float) -> None:
     assert PatientStore(failing(1, Fault("lose")), limit_s).create("b", b"new") is True
 
 
-@pytest.mark.usefixtures("no_pauses")
-@pytest.mark.parametrize(
-    ("slept_s", "is_repeated"), [(0.0, True), (100.0, True), (86_400.0, False), (-86_400.0, False)]
-)
-def test_a_create_is_not_repeated_after_a_sleep(
-    monkeypatch: pytest.MonkeyPatch, slept_s: float, is_repeated: bool
-) -> None:
-    """What the object names may have been removed meanwhile: whoever created it looks again."""
-    now_unix_s = [1_700_000_000.0]
-    monkeypatch.setattr("deltasync.store.patient.time.time", lambda: now_unix_s[0])
-
-    def sleepily(operation: Operation) -> Fault | None:
-        if operation.number == 1:
-            now_unix_s[0] += slept_s
-            return Fault("refuse")
-        return None
-
-    store = FaultyStore(MemoryStore(), sleepily)
-    if is_repeated:
-        assert PatientStore(store, 60.0).create("a", b"new")
-    else:
-        with pytest.raises(StoreError):
-            PatientStore(store, 60.0).create("a", b"new")
-        assert [operation.verb for operation in store.operations] == ["create", "get_range"]
-
-
 @pytest.mark.parametrize("limit_s", [0.0, 60.0])
 @pytest.mark.usefixtures("no_pauses")
 def test_an_object_of_another_is_not_ours(limit_s: float) -> None:

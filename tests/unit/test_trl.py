@@ -113,7 +113,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     monkeypatch.setattr(
         module,
         "wait_for_replicas",
-        lambda log, version, *, replicas, timeout_s, live_s: found.append((version, replicas)),
+        lambda reader, version, *, replicas, timeout_s, live_s: found.append((version, replicas)),
     )
     return found
 

@@ -13,6 +13,7 @@ from deltasync.format.sealed import Heartbeat
 from deltasync.replica.fleet import serving
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import ObjectInfo
+from deltasync.torch import FeedReader
 from deltasync.trl import wait_for_replicas
 
 NOW_S = 1_700_000_000
@@ -68,14 +69,14 @@ def beat(log: Log, replica: str, version: int) -> Callable[[], None]:
 def test_live_replicas_that_serve_a_version(versions: dict[str, int | None], age_s: int, expected: list[str]) -> None:
     log = feed(**versions)
     found = serving(log, clock=lambda: NOW_S + age_s)
-    assert [beat.replica for _, beat in found] == expected
+    assert list(found) == expected
 
 
 def test_a_relay_makes_no_rollouts() -> None:
     """Its heartbeat keeps what it needs, and training does not wait for it."""
     log = feed(a=9)
     log.beat(Heartbeat("eu.relay", 2, NOW_S, {"engine": RELAY_ENGINE}))
-    assert [beat.replica for _, beat in serving(log, clock=lambda: NOW_S)] == ["a"]
+    assert list(serving(log, clock=lambda: NOW_S)) == ["a"]
 
 
 def test_one_that_is_gone_does_not_hide_a_live_one() -> None:
@@ -84,7 +85,7 @@ def test_one_that_is_gone_does_not_hide_a_live_one() -> None:
     now_s[0] += 100
     log.beat(Heartbeat("live", 7, NOW_S))
     found = serving(log, live_s=60, clock=lambda: NOW_S + 100)
-    assert [beat.replica for _, beat in found] == ["live"]
+    assert list(found) == ["live"]
 
 
 @pytest.mark.parametrize(
@@ -92,14 +93,16 @@ def test_one_that_is_gone_does_not_hide_a_live_one() -> None:
 )
 def test_nothing_to_wait_for(versions: dict[str, int | None], replicas: int) -> None:
     clock = Clock()
-    wait_for_replicas(feed(**versions), 4, replicas=replicas, timeout_s=10, clock=clock, sleep=clock.sleep)
+    wait_for_replicas(
+        FeedReader(feed(**versions).store), 4, replicas=replicas, timeout_s=10, clock=clock, sleep=clock.sleep
+    )
     assert clock.slept_s == []
 
 
 def test_waits_for_the_slowest() -> None:
     log = feed(a=3, b=2)
     clock = Clock(beat(log, "b", 3), beat(log, "a", 4), beat(log, "b", 4))
-    wait_for_replicas(log, 4, replicas=1, timeout_s=10, clock=clock, sleep=clock.sleep)
+    wait_for_replicas(FeedReader(log.store), 4, replicas=1, timeout_s=10, clock=clock, sleep=clock.sleep)
     assert len(clock.slept_s) == 3
     assert clock.slept_s == sorted(clock.slept_s)
 
@@ -107,7 +110,7 @@ def test_waits_for_the_slowest() -> None:
 def test_waits_for_the_first_replica() -> None:
     log = feed()
     clock = Clock(lambda: None, beat(log, "a", 4))
-    wait_for_replicas(log, 4, replicas=1, timeout_s=10, clock=clock, sleep=clock.sleep)
+    wait_for_replicas(FeedReader(log.store), 4, replicas=1, timeout_s=10, clock=clock, sleep=clock.sleep)
     assert len(clock.slept_s) == 2
 
 
@@ -117,7 +120,7 @@ def test_a_replica_that_died_is_left_behind() -> None:
     log = feed(clock=lambda: now_s[0], dead=1)
     now_s[0] += 19
     log.beat(Heartbeat("live", 4, NOW_S))
-    wait_for_replicas(log, 4, replicas=1, timeout_s=100, live_s=20, clock=clock, sleep=clock.sleep)
+    wait_for_replicas(FeedReader(log.store), 4, replicas=1, timeout_s=100, live_s=20, clock=clock, sleep=clock.sleep)
     assert 20 <= sum(clock.slept_s) < 23
 
 
@@ -133,7 +136,9 @@ def test_a_replica_that_died_is_left_behind() -> None:
 def test_time_out_names_what_is_missing(versions: dict[str, int | None], replicas: int, message: str) -> None:
     clock = Clock()
     with pytest.raises(StoreError, match=message) as caught:
-        wait_for_replicas(feed(**versions), 4, replicas=replicas, timeout_s=7, clock=clock, sleep=clock.sleep)
+        wait_for_replicas(
+            FeedReader(feed(**versions).store), 4, replicas=replicas, timeout_s=7, clock=clock, sleep=clock.sleep
+        )
     assert "version 4" in str(caught.value)
     assert caught.value.hint is not None
     assert clock.now_s == NOW_S + 7
@@ -156,7 +161,7 @@ def test_one_small_object_does_not_stop_training(replica: str, data: bytes) -> N
     log.store.put(keys.replica_key(replica), data)
     store = log.store
     assert isinstance(store, MemoryStore)
-    wait_for_replicas(log, 4, replicas=0, timeout_s=LIVE_S + 10, clock=clock, sleep=clock.sleep)
+    wait_for_replicas(FeedReader(log.store), 4, replicas=0, timeout_s=LIVE_S + 10, clock=clock, sleep=clock.sleep)
 
 
 @pytest.mark.parametrize("version", [4, 9, 10, 2**62])
@@ -169,10 +174,10 @@ def test_only_versions_of_this_feed_are_confirmed(version: int, facts: dict[str,
     is_of_feed = version < 10 and not facts
     assert bool(serving(log, clock=clock)) == is_of_feed
     if is_of_feed:
-        wait_for_replicas(log, 4, replicas=1, timeout_s=5, clock=clock, sleep=clock.sleep)
+        wait_for_replicas(FeedReader(log.store), 4, replicas=1, timeout_s=5, clock=clock, sleep=clock.sleep)
     else:
         with pytest.raises(StoreError, match="0 live replicas"):
-            wait_for_replicas(log, 4, replicas=1, timeout_s=5, clock=clock, sleep=clock.sleep)
+            wait_for_replicas(FeedReader(log.store), 4, replicas=1, timeout_s=5, clock=clock, sleep=clock.sleep)
 
 
 class FailingStore(MemoryStore):
@@ -194,7 +199,7 @@ def test_a_store_that_fails_for_a_moment_is_asked_again() -> None:
     log = feed(FailingStore(failures=2, transient=True))
     beat(log, "a", 4)()
     clock = Clock()
-    wait_for_replicas(log, 4, replicas=1, timeout_s=10, clock=clock, sleep=clock.sleep)
+    wait_for_replicas(FeedReader(log.store), 4, replicas=1, timeout_s=10, clock=clock, sleep=clock.sleep)
     assert len(clock.slept_s) == 2
 
 
@@ -202,12 +207,12 @@ def test_a_store_that_fails_until_the_time_out_is_named() -> None:
     clock = Clock()
     log = Log(FailingStore(failures=1000, transient=True))
     with pytest.raises(StoreError, match="cannot be read: no answer"):
-        wait_for_replicas(log, 4, replicas=0, timeout_s=10, clock=clock, sleep=clock.sleep)
+        wait_for_replicas(FeedReader(log.store), 4, replicas=0, timeout_s=10, clock=clock, sleep=clock.sleep)
 
 
 def test_a_store_that_refuses_is_not_asked_again() -> None:
     clock = Clock()
     log = Log(FailingStore(failures=1, transient=False))
     with pytest.raises(StoreError, match="no answer"):
-        wait_for_replicas(log, 4, replicas=0, timeout_s=10, clock=clock, sleep=clock.sleep)
+        wait_for_replicas(FeedReader(log.store), 4, replicas=0, timeout_s=10, clock=clock, sleep=clock.sleep)
     assert clock.slept_s == []

@@ -23,7 +23,7 @@ from deltasync.vllm.caches import CacheSalts
 from deltasync.vllm.labels import Labels
 from deltasync.vllm.replica import Replica
 from deltasync.vllm.server import ServerEngine
-from deltasync.vllm.settings import PauseMode, Way
+from deltasync.vllm.settings import PauseMode, SyncMode
 
 __all__ = ["quick"]
 
@@ -187,7 +187,7 @@ def test_an_engine_that_does_not_answer(loop: asyncio.AbstractEventLoop, monkeyp
 
 
 @pytest.mark.parametrize("way", ["pull", "push"])
-def test_a_server_follows_only_if_it_pulls(way: Way) -> None:
+def test_a_server_follows_only_if_it_pulls(way: SyncMode) -> None:
     feed = Feed.of(2)
     target = TorchTarget(feed.states[0].layout)
     replica = Replica(follower(feed.store, target), target, way=way)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from served_model import Tensors, Workers, changed, changes_between, save, tensors, weights_of
 
+from deltasync.engines import memory
+from deltasync.engines.probes import NamedTensors
+from deltasync.engines.stage import Segment, write_stage
 from deltasync.errors import CorruptError, EngineError, InvalidInputError, MismatchError
-from deltasync.torch import memory
-from deltasync.torch.probes import NamedTensors
-from deltasync.torch.stage import Segment, write_stage
 from deltasync.vllm import worker
 from deltasync.vllm.target import EngineMap, Rank
 from deltasync.vllm.twins import Window

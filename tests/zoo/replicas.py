@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 
-from deltasync.torch.memory import Memory
+from deltasync.engines.memory import Memory
 from deltasync.vllm import twins
-from deltasync.vllm.home import BareModel
+from deltasync.vllm.bootstrap import BareModel
 
 from .checkpoints import VERSIONS
 from .models import VOCABULARY, Model
@@ -220,23 +220,25 @@ def _explained(worker: Any) -> dict[str, Any]:
     parts = runtime.describe(layout.to_json())
     if "refused" in parts:
         raise AssertionError(f"in windows of one layer, the model is refused: {parts['refused'][0]}")
-    mapped = sum(math.prod(shape) for copies in whole["copies"].values() for _, shape, *_ in copies)
+    mapped = sum(math.prod(shape) for placements in whole["placements"].values() for _, shape, *_ in placements)
     return {
         "mapped": mapped,
         "computed": whole["elements"] - mapped,
         "windows": len(runtime._twins.windows(layout)),
         "other": sorted(
             name
-            for name in whole["copies"].keys() | parts["copies"].keys()
-            if not np.array_equal(_places(whole["copies"].get(name, [])), _places(parts["copies"].get(name, [])))
+            for name in whole["placements"].keys() | parts["placements"].keys()
+            if not np.array_equal(
+                _places(whole["placements"].get(name, [])), _places(parts["placements"].get(name, []))
+            )
         ),
     }
 
 
-def _places(copies: Any) -> Any:
+def _places(placements: Any) -> Any:
     """Span, place and source of each element, in ascending order."""
     places = [np.empty((3, 0), np.int64)]
-    for span, shape, source, source_strides, target, target_strides in copies:
+    for span, shape, source, source_strides, target, target_strides in placements:
         at = np.indices(shape).reshape(len(shape), -1)
         there, here = np.array(source_strides) @ at + source, np.array(target_strides) @ at + target
         places.append(np.stack([np.full_like(here, span), here, there]))

@@ -28,13 +28,11 @@ from deltasync.cli.units import (
 from deltasync.errors import CorruptError, NotFoundError
 from deltasync.feed.log import READ_THREADS, Log
 from deltasync.feed.plan import Plan
-from deltasync.format import keys
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.sealed import Heartbeat, is_decimal
 from deltasync.parallel import each
 from deltasync.replica.fleet import phase_seconds
 from deltasync.store import opened
-from deltasync.store.protocol import Store
 from deltasync.trainer.checkpoint import publish as commit
 from deltasync.upkeep.restore import plan_restore
 from deltasync.upkeep.restore import restore as write
@@ -110,7 +108,7 @@ def log(args: argparse.Namespace, out: Output) -> None:
         floor = log.floor()
         pins = [pin for pin in log.pins() if pin.version >= first]
         pinned = {pin.version for pin in pins}
-        payloads, stored_bytes = stored(store)
+        payloads, stored_bytes = stored(log)
     if out.is_json:
         versions = [
             {
@@ -172,9 +170,9 @@ def _log_row(m: Manifest, anchor_bytes: int | None, *, pruned: bool) -> tuple[An
     )
 
 
-def stored(store: Store) -> tuple[int, int]:
+def stored(log: Log) -> tuple[int, int]:
     """How many payloads of a feed are in the store, and their bytes: deltas, anchors and files beside the weights."""
-    sizes = [item.nbytes for item in store.list(keys.PAYLOADS)]
+    sizes = [item.nbytes for _, item in log.payloads()]
     return len(sizes), sum(sizes)
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import get_args
 
 from deltasync.cli.parser import (
     FEED_VARIABLE,
@@ -20,7 +19,7 @@ from deltasync.cli.parser import (
     seconds_text,
 )
 from deltasync.errors import InvalidInputError
-from deltasync.vllm.settings import CachePolicy, OnRefused, PauseMode, parse_adapters
+from deltasync.vllm.settings import options, parse_adapters
 
 
 def adapter(text: str) -> str:
@@ -187,16 +186,8 @@ def add_serve(commands: Commands) -> None:
         help="file with the token that the control routes require (default: DELTASYNC_TOKEN)",
     )
     parser.add_argument("--push", action="store_true", help="move only on POST /deltasync/advance")
-    parser.add_argument("--mirror", metavar="FILE", help="keep the mirror in this file, across restarts")
-    parser.add_argument("--pause", choices=get_args(PauseMode), help="what happens to requests in flight at a switch")
-    parser.add_argument("--cache", choices=get_args(CachePolicy), help="what happens to the KV cache at a switch")
-    parser.add_argument("--on-refused", choices=get_args(OnRefused), help="what to do if the feed is refused for good")
-    parser.add_argument(
-        "--ready-s", type=seconds_text, metavar="S", help="ready while the version was the newest at most S seconds ago"
-    )
-    parser.add_argument(
-        "--scrub-s", type=seconds_text, metavar="S", help="compare all weights with the mirror about every S seconds"
-    )
+    for name, option in options():
+        parser.add_argument(name, type=seconds_text if option.get("metavar") == "S" else str, **option)
     add_replica(parser)
     add_base(parser)
     add_trust_code(parser, "use")

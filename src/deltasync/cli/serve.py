@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from deltasync.cli.parser import FEED_VARIABLE
 from deltasync.errors import InvalidInputError
 from deltasync.format import keys
 from deltasync.store import open_store
-from deltasync.vllm.home import MIRROR, MODEL, BareModel, found_home
+from deltasync.vllm.bootstrap import MIRROR, MODEL, BareModel, bootstrap
 from deltasync.vllm.plugin import BACKEND
-from deltasync.vllm.settings import Settings
+from deltasync.vllm.settings import Settings, variable
 
 _SERVER = "vllm.entrypoints.openai.api_server"
 _TRANSFER = "--weight-transfer-config"
@@ -37,18 +37,10 @@ def serve(args: argparse.Namespace, out: Output) -> None:
     _require_usable(args, os.environ)
     token = (os.environ.get("DELTASYNC_TOKEN") or None) if args.token_file is None else _read_token(args.token_file)
     given = {
-        "FEED": args.feed,
-        "ADAPTERS": " ".join(args.adapter) or None,
-        "TOKEN": secrets.token_urlsafe() if token is None else token,
-        "WAY": "push" if args.push else None,
-        "MIRROR": args.mirror,
-        "PAUSE": args.pause,
-        "CACHE": args.cache,
-        "ON_REFUSED": args.on_refused,
-        "READY_S": args.ready_s,
-        "SCRUB_S": args.scrub_s,
-        "REPLICA": args.replica,
-        "BASE": None if args.base is None else str(args.base),
+        **{each.name: getattr(args, each.name, None) for each in fields(Settings)},
+        "adapters": " ".join(args.adapter) or None,
+        "token": secrets.token_urlsafe() if token is None else token,
+        "way": "push" if args.push else None,
     }
     installed = [plugin.name for group in _PLUGIN_GROUPS for plugin in entry_points(group=group)]
     launch = prepare_launch(args.arguments, given, environment=os.environ, plugins=installed)
@@ -60,7 +52,7 @@ def serve(args: argparse.Namespace, out: Output) -> None:
     if needs_model(args.arguments, launch.settings):
         launch = with_model(launch, trust_code=args.trust_code)
     if token is None:
-        print(f"the control routes require the token {given['TOKEN']}", file=sys.stderr)
+        print(f"the control routes require the token {given['token']}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(launch.command[0], launch.command, launch.environment)
@@ -124,29 +116,29 @@ def with_model(launch: Launch, *, trust_code: bool) -> Launch:
         trust_code=trust_code,
         needs_tokenizer=given.keys().isdisjoint({"--tokenizer", "--skip-tokenizer-init"}),
     )
-    home = found_home(launch.environment, model)
-    added = ["--model", str(home / MODEL)]
+    folder = bootstrap(launch.environment, model)
+    added = ["--model", str(folder / MODEL)]
     if _LOAD_FORMAT not in given:
         added += [_LOAD_FORMAT, BACKEND]
     if "--served-model-name" not in given:
         added += ["--served-model-name", settings.feed.rstrip("/").rpartition("/")[2]]
-    mirror = home / MIRROR if settings.mirror is None else settings.mirror
+    mirror = folder / MIRROR if settings.mirror is None else settings.mirror
     return Launch((*launch.command, *added), {**launch.environment, "DELTASYNC_MIRROR": str(mirror)})
 
 
 def prepare_launch(
     arguments: Sequence[str],
-    given: Mapping[str, str | None],
+    given: Mapping[str, object],
     *,
     environment: Mapping[str, str],
     plugins: Iterable[str],
 ) -> Launch:
-    """A server with these arguments of vLLM, and with `given` as `DELTASYNC_*` variables.
+    """A server with these arguments of vLLM, and with `given` as settings, by their names.
 
-    Variables for which None is given stay as they are in `environment`. `plugins` are the names that vLLM loads if no
+    Settings for which None is given stay as they are in `environment`. `plugins` are the names that vLLM loads if no
     list is set. InvalidInputError for a value that the server would refuse, or for another backend in the arguments.
     """
-    added = {f"DELTASYNC_{name}": value for name, value in given.items() if value is not None}
+    added = {variable(name): str(value) for name, value in given.items() if value is not None}
     # vLLM loads only the plugins in this list once it is set, so the others have to be named, too.
     allowed = environment["VLLM_PLUGINS"].split(",") if "VLLM_PLUGINS" in environment else sorted(plugins)
     names = dict.fromkeys([*(name for name in allowed if name), BACKEND])

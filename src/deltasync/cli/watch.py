@@ -297,7 +297,7 @@ def status(args: argparse.Namespace, out: Output) -> None:
         head = log.require_head()
         floor = log.floor()
         states = replica_states(log, head)
-        payloads, stored_bytes = stored(store)
+        payloads, stored_bytes = stored(log)
     if out.is_json:
         sizes = {"stored_bytes": stored_bytes, "stored_payloads": payloads}
         replicas = [state.to_json() for state in states]

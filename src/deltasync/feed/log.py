@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from deltasync.arguments import whole_number
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, NotFoundError
@@ -36,6 +36,14 @@ LIVE_S = 900
 def read_manifest(store: Store, key: str, *, version: int | None = None) -> Manifest:
     """The manifest under a key, proved by its seal; every error of it names the key."""
     return with_reread(lambda: parse_manifest(key, get_manifest(store, key), version=version))
+
+
+def outcome(read: Callable[..., _T], *arguments: Any) -> _T | DeltasyncError:
+    """What `read` returns, or its error if a record or manifest is missing, damaged, or of another format."""
+    try:
+        return read(*arguments)
+    except (NotFoundError, CorruptError, FormatError) as error:
+        return error
 
 
 def is_live(heartbeat: Heartbeat, now_unix_s: float, *, live_s: float = LIVE_S) -> bool:
@@ -145,6 +153,11 @@ class Log:
         after = keys.skip_key(start - 1, limits.VERSION_MAX) if start else None
         pairs = (keys.parse_skip_key(item.key) for item in self.store.list(keys.SKIPS, after=after))
         return [pair for pair in pairs if pair is not None]
+
+    def payloads(self) -> Iterator[tuple[str, ObjectInfo]]:
+        """The payloads in the listing, by their SHA-256."""
+        listed = ((keys.parse_payload_key(item.key), item) for item in self.store.list(keys.PAYLOADS))
+        return ((sha256, item) for sha256, item in listed if sha256 is not None)
 
     def floor(self) -> int:
         """The oldest version from which on everything is promised to be there; 0 if nothing was ever left out.

@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deltasync.errors import InvalidInputError
+from deltasync import InvalidInputError, PublisherOptions
 from deltasync.interop.folder import folder_version
 from deltasync.interop.importer import Importer
-from deltasync.trainer.publisher import PublisherOptions
 
 logger = logging.getLogger(__name__)
 

@@ -77,8 +77,8 @@ def replica_state(beat: Heartbeat, head: Manifest, has_digest: bool | None, now_
     )
 
 
-def serving(log: Log, *, live_s: float = LIVE_S, clock: Callable[[], float] = time.time) -> list[tuple[int, Heartbeat]]:
-    """Versions and heartbeats of the live replicas that serve one, the slowest first.
+def serving(log: Log, *, live_s: float = LIVE_S, clock: Callable[[], float] = time.time) -> dict[str, int]:
+    """The versions that live replicas serve, by replica, the slowest first.
 
     Live: the heartbeat is younger than `live_s`. A replica without a version makes no rollouts and is left out, and so
     is a relay, and a replica with a version that this feed does not have, or has with another digest.
@@ -87,8 +87,8 @@ def serving(log: Log, *, live_s: float = LIVE_S, clock: Callable[[], float] = ti
     beats = [beat for beat in log.heartbeats() if beat.facts.get("engine") != RELAY_ENGINE]
     live = [beat for beat in beats if is_live(beat, now_unix_s, live_s=live_s)]
     compared = zip(live, log.compare(live), strict=True)
-    replicas = [(b.version, b) for b, has_digest in compared if b.version is not None and has_digest is not False]
-    return sorted(replicas, key=lambda pair: (pair[0], pair[1].replica))
+    found = [(b.version, b.replica) for b, has_digest in compared if b.version is not None and has_digest is not False]
+    return {replica: version for version, replica in sorted(found)}
 
 
 def phase_seconds(beat: Heartbeat) -> dict[str, float]:

@@ -64,12 +64,12 @@ class Request:
 class Answer:
     """What a worker did. `refused`: why it has written nothing. `damaged`: why its weights are no version any more.
 
-    `copies`: with "map", the elements of each tensor that it holds, as `Copy.to_json` has them.
+    `placements`: with "map", the elements of each tensor that it holds, as `Placement.to_json` has them.
     """
 
     refused: str | None = None
     damaged: str | None = None
-    copies: Mapping[str, list[list[Any]]] = field(default_factory=dict)
+    placements: Mapping[str, list[list[Any]]] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         atomic_write(path, [json.dumps(asdict(self)).encode()])

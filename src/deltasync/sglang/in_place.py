@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from deltasync.engines.placement import Indices, Placement, is_covered
+from deltasync.engines.stage import segments, write_stage
 from deltasync.errors import EngineError, InvalidInputError, MismatchError
 from deltasync.format.weights import Bits, tensor_parts
 from deltasync.replica.target import Staged
 from deltasync.sglang.exchange import CHANGES_NAME, LOADER, TENSOR_NAME, Action, Answer, Request
 from deltasync.sglang.server import SglangServer
-from deltasync.torch.copies import Copy, Indices, is_covered
-from deltasync.torch.stage import segments, write_stage
 
 
 class InPlace:
@@ -75,7 +75,7 @@ class InPlace:
                 failed = _failures(self._ask("compare", folder, there, staged))
         for _, reason in failed:
             raise MismatchError(f"{self._server.name} cannot be written in place: {reason}", rule="sglang.map")
-        ranks = [{name: [Copy.from_json(c) for c in held] for name, held in a.copies.items()} for a in answers]
+        ranks = [{name: [Placement.from_json(p) for p in held] for name, held in a.placements.items()} for a in answers]
         for spec in staged.weights.layout.tensors:
             if not is_covered(spec.elements, [rank.get(spec.name, []) for rank in ranks]):
                 raise MismatchError(

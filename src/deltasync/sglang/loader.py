@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from deltasync.checkpoint import open_checkpoint
+from deltasync.engines.memory import Memory, count_differing, from_mapped
+from deltasync.engines.placement import Placement
+from deltasync.engines.probes import Build, NamedTensors, layer_of, map_weights
+from deltasync.engines.stage import read_stage
 from deltasync.errors import DeltasyncError, InvalidInputError, MismatchError
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Weights
 from deltasync.sglang.exchange import CHANGES_NAME, TENSOR_NAME, Answer, Request
-from deltasync.torch.copies import Copy
-from deltasync.torch.memory import Memory, count_differing, from_mapped
-from deltasync.torch.probes import Build, NamedTensors, explain, layer_of
-from deltasync.torch.stage import read_stage
 from deltasync.torch.tensors import torch_dtype
 
 __all__ = ["load"]
@@ -43,7 +43,7 @@ class _Live:
 
     layout: Layout
     memory: Memory
-    copies: dict[str, list[Copy]]
+    placements: dict[str, list[Placement]]
     version: int | None = None
 
 
@@ -102,25 +102,25 @@ def _map(model: torch.nn.Module, request: Request) -> Answer:
     memory = Memory(model)
     _require_no_derived(model, memory)
     before = memory.sums()
-    copies: dict[str, list[Copy]] = {}
+    placements: dict[str, list[Placement]] = {}
     try:
         for tensors, paths in _windows(weights.layout, model):
-            explained = explain(memory, _twin_of(model, paths), tensors, _served_dtype(model))
-            if explained.computed:
-                path = memory.spans[explained.computed[0]].path
+            found = map_weights(memory, _twin_of(model, paths), tensors, _served_dtype(model))
+            if found.computed:
+                path = memory.spans[found.computed[0]].path
                 raise MismatchError(
                     f"SGLang computes {path!r:.200} from what it loads", rule="sglang.computed", hint=_HINT
                 )
-            for name, boxes in explained.copies.items():
-                copies.setdefault(name, []).extend(boxes)
+            for name, boxes in found.placements.items():
+                placements.setdefault(name, []).extend(boxes)
     finally:
         if Memory(model).sums() != before:
             raise _DamagedError("the live weights changed while the loader of the model was traced", hint=_HINT)
-    live = _Live(weights.layout, memory, copies)
+    live = _Live(weights.layout, memory, placements)
     _require_equal(live, weights)
     live.version = request.version
     _live[model] = live
-    return Answer(copies={name: [copy.to_json() for copy in held] for name, held in copies.items()})
+    return Answer(placements={name: [p.to_json() for p in held] for name, held in placements.items()})
 
 
 def _compare(model: torch.nn.Module, request: Request) -> Answer:
@@ -172,9 +172,9 @@ def _located(live: _Live, path: Path) -> Iterator[tuple[torch.Tensor, torch.Tens
         indices = segment.positions.astype(np.int64) + segment.first
         if (len(indices) and indices[-1] >= spec.elements) or segment.values.dtype != spec.dtype.bits_dtype:
             raise MismatchError(f"the changes of {spec.name!r:.200} do not fit its type or its shape")
-        for copy in live.copies.get(spec.name, ()):
-            which, places = copy.locate(indices)
-            span = live.memory.spans[copy.storage]
+        for placement in live.placements.get(spec.name, ()):
+            which, places = placement.locate(indices)
+            span = live.memory.spans[placement.storage]
             values = from_mapped(np.ascontiguousarray(segment.values[which])).view(torch_dtype(spec.dtype))
             stored = values.to(span.flat.device, span.flat.dtype)
             if len(places):
@@ -185,7 +185,7 @@ def _require_equal(live: _Live, weights: Weights) -> None:
     """MismatchError unless the live weights are those of a checkpoint, bit by bit."""
     weights.layout.require_equal(live.layout, ours="the folder", theirs="the model")
     for spec, bits in zip(weights.layout.tensors, weights.arrays, strict=True):
-        count = count_differing(live.memory.spans, live.copies.get(spec.name, ()), spec, bits)
+        count = count_differing(live.memory.spans, live.placements.get(spec.name, ()), spec, bits)
         if count:
             raise MismatchError(
                 f"SGLang holds {spec.name!r:.200} in another form than the checkpoint: {count} elements differ",

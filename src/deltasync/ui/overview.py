@@ -6,13 +6,13 @@ kept stays bounded for a feed of any length. Nothing is written, and no payload 
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
-from deltasync.feed.log import READ_THREADS, Log, require_follows
+from deltasync.feed.log import READ_THREADS, Log, outcome, require_follows
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import Heartbeat, Pin
@@ -20,6 +20,8 @@ from deltasync.parallel import each
 from deltasync.replica.fleet import ReplicaState, replica_state, worst_first
 from deltasync.store.protocol import ObjectInfo, Store
 from deltasync.ui.index import open_index
+
+_T = TypeVar("_T")
 
 DETAIL = 512
 """The newest versions, of which every manifest is read."""
@@ -261,12 +263,9 @@ class Watch:
 
     def _require_same_feed(self) -> None:
         """Start again if another feed is in its place. NotFoundError if it is gone: nothing new is not the same."""
-        try:
-            record = self.log.feed()
-        except (CorruptError, FormatError) as error:
-            self._damages[keys.FEED] = Damage(keys.FEED, None, str(error))
+        record = self._noted(outcome(self.log.feed), keys.FEED)
+        if keys.FEED in self._damages:
             return
-        self._damages.pop(keys.FEED, None)
         if record is None:
             is_gone = self._feed is not None or isinstance(self._find(self._newest or 0), NotFoundError)
             if self._newest is not None and is_gone:
@@ -301,41 +300,35 @@ class Watch:
         for _ in range(STEPS_MAX):
             version = self._newest + 1
             key = keys.version_key(version)
-            try:
-                manifest = self.log.read(version)
-                if (before := self._manifests.get(version - 1)) is not None:
-                    require_follows(before, manifest)
-            except NotFoundError:
+            found = outcome(self.log.read, version)
+            if isinstance(found, NotFoundError):
                 return True
-            except (CorruptError, FormatError) as error:
-                self._damages[key] = Damage(key, version, str(error))
-            else:
+            before = self._manifests.get(version - 1)
+            if isinstance(found, Manifest) and before is not None:
+                found = outcome(_following, before, found)
+            if (manifest := self._noted(found, key, version)) is not None:
                 self._manifests[version] = manifest
             self._newest = version
         return False
 
-    def _read(self, versions: Iterable[int]) -> None:
+    def _read(self, versions: Sequence[int]) -> None:
         """Read manifests, and check that neighbours fit. What cannot be read is damage."""
-
-        def read(version: int) -> tuple[int, Manifest | DeltasyncError]:
-            try:
-                return version, self.log.read(version)
-            except (NotFoundError, CorruptError, FormatError) as error:
-                return version, error
-
-        for version, found in each(read, versions, waiting=READ_THREADS):
+        for version, found in zip(versions, each(self._find, versions, waiting=READ_THREADS), strict=True):
             key = keys.version_key(version)
-            self._damages.pop(key, None)
-            if isinstance(found, DeltasyncError):
-                self._damages[key] = Damage(key, version, str(found))
-                continue
             before = self._manifests.get(version - 1)
-            self._manifests[version] = found
-            try:
+            if (manifest := self._noted(found, key, version)) is not None:
+                self._manifests[version] = manifest
                 if before is not None:
-                    require_follows(before, found)
-            except CorruptError as error:
-                self._damages[key] = Damage(key, version, str(error))
+                    self._noted(outcome(_following, before, manifest), key, version)
+
+    def _noted(self, found: _T | DeltasyncError, key: str, version: int | None = None) -> _T | None:
+        """What was read, if it could be; otherwise it is damage until it can be read again."""
+        self._damages.pop(key, None)
+        if not isinstance(found, DeltasyncError):
+            return found
+        key = found.key or key
+        self._damages[key] = Damage(key, version, str(found))
+        return None
 
     def _thin(self) -> None:
         """Forget older versions that are no longer among every n-th."""
@@ -369,22 +362,15 @@ class Watch:
             for ref in m.refs
         }
         count, total, damaged = 0, 0, []
-        for item in islice(log.store.list(keys.PAYLOADS), LISTED_MAX):
-            sha256 = keys.parse_payload_key(item.key)
-            if sha256 is None:
-                continue
+        for sha256, item in islice(log.payloads(), LISTED_MAX):
             count, total = count + 1, total + item.nbytes
             version, nbytes = wanted.pop(sha256, (None, item.nbytes))
             if nbytes != item.nbytes:
                 damaged.append(Damage(item.key, version, f"it has {item.nbytes} bytes instead of {nbytes}"))
         self._stored = (count, total, count >= LISTED_MAX)
-        try:
-            self._floor = log.floor()
-            self._damages.pop(keys.FLOOR, None)
-            self._damages.pop(keys.COPY, None)
-        except (CorruptError, FormatError) as error:
-            key = error.key or keys.FLOOR
-            self._damages[key] = Damage(key, None, str(error))
+        self._damages.pop(keys.COPY, None)
+        floor = self._noted(outcome(log.floor), keys.FLOOR)
+        self._floor = self._floor if floor is None else floor
         if count < LISTED_MAX:
             for sha256, (version, _) in wanted.items():
                 # Of a delta from before the floor, nothing is promised.
@@ -394,19 +380,10 @@ class Watch:
 
     def _pin(self, item: ObjectInfo) -> Pin | None:
         name = keys.parse_pin_key(item.key)
-        try:
-            return None if name is None else self.log.pin(name)
-        except (CorruptError, FormatError) as error:
-            self._damages[item.key] = Damage(item.key, None, str(error))
-            return None
+        return None if name is None else self._noted(outcome(self.log.pin, name), item.key)
 
     def _anchor_bytes(self, version: int) -> int | None:
-        try:
-            anchor = self.log.anchor(version)
-        except (CorruptError, FormatError) as error:
-            key = keys.anchor_key(version)
-            self._damages[key] = Damage(key, None, str(error))
-            return None
+        anchor = self._noted(outcome(self.log.anchor, version), keys.anchor_key(version))
         return None if anchor is None else anchor.nbytes
 
     def _replicas(self, now_unix_s: float) -> tuple[tuple[Replica, ...], int]:
@@ -435,10 +412,7 @@ class Watch:
         return tuple(sorted(replicas, key=lambda r: worst_first(r.state))), len(items) - len(shown)
 
     def _find(self, version: int) -> Manifest | DeltasyncError:
-        try:
-            return self.log.read(version)
-        except (NotFoundError, CorruptError, FormatError) as error:
-            return error
+        return outcome(self.log.read, version)
 
     def _replica(self, beat: Heartbeat, head: Manifest, now_unix_s: float, *, is_absent: bool) -> Replica:
         """`is_absent`: the feed does not have its version, as after a rollback, or if it follows another feed."""
@@ -454,10 +428,14 @@ class Watch:
         for m in reversed(with_payloads[-_TRIES:]):
             if m.layout_sha256 in self._full_bytes:
                 return self._full_bytes[m.layout_sha256]
-            try:
-                nbytes = open_index(self.log.store, m.payloads[0]).header.layout.nbytes
-            except (NotFoundError, CorruptError, FormatError):
-                continue
-            self._full_bytes[m.layout_sha256] = nbytes
-            return nbytes
+            index = outcome(open_index, self.log.store, m.payloads[0])
+            if not isinstance(index, DeltasyncError):
+                self._full_bytes[m.layout_sha256] = index.header.layout.nbytes
+                return index.header.layout.nbytes
         return None
+
+
+def _following(before: Manifest, after: Manifest) -> Manifest:
+    """`after`. CorruptError unless it follows `before`."""
+    require_follows(before, after)
+    return after

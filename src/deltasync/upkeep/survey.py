@@ -3,15 +3,18 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from typing import TypeVar
 
-from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
-from deltasync.feed.log import READ_THREADS, Log, read_manifest
+from deltasync.errors import DeltasyncError, NotFoundError
+from deltasync.feed.log import READ_THREADS, Log, outcome, read_manifest
 from deltasync.feed.plan import Edge
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import Pin
 from deltasync.parallel import each
 from deltasync.store.protocol import ObjectInfo
+
+_T = TypeVar("_T")
 
 ORPHAN_S = 86_400
 """A payload that no manifest names may belong to a commit in progress; an older one is left from a dead writer."""
@@ -150,53 +153,43 @@ def survey(log: Log, known: Known | None = None, *, young_unix_s: float | None =
     known = Known() if known is None else known
     damaged: dict[str, DeltasyncError] = {}
 
-    def read(item: ObjectInfo) -> tuple[ObjectInfo, Manifest | DeltasyncError | None]:
-        try:
-            return item, read_manifest(log.store, item.key)
-        except NotFoundError:
-            # `prune` has deleted it since the listing.
-            return item, None
-        except (CorruptError, FormatError) as error:
-            return item, error
-
     items = known.listed(log)
     manifests = known.older()
     manifests |= {item.key: manifest for item in items if (manifest := known.get(item)) is not None}
 
     def read_all(some: Iterable[ObjectInfo]) -> None:
-        for item, outcome in each(read, [item for item in some if item.key not in manifests], waiting=READ_THREADS):
-            if isinstance(outcome, DeltasyncError):
-                damaged[item.key] = outcome
-            elif outcome is not None:
-                manifests[item.key] = outcome
-                known.add(item, outcome)
+        wanted = [item for item in some if item.key not in manifests]
+        found = each(lambda item: outcome(read_manifest, log.store, item.key), wanted, waiting=READ_THREADS)
+        for item, manifest in zip(wanted, found, strict=True):
+            if isinstance(manifest, Manifest):
+                manifests[item.key] = manifest
+                known.add(item, manifest)
+            elif not isinstance(manifest, NotFoundError):
+                # One that is missing was deleted by `prune` since the listing.
+                damaged[item.key] = manifest
+
+    def noted(read: Callable[[], _T], key: str) -> _T | None:
+        found = outcome(read)
+        if isinstance(found, DeltasyncError):
+            damaged[found.key or key] = found
+            return None
+        return found
 
     older: list[ObjectInfo] = []
     if young_unix_s is not None:
         older = [item for item in items if keys.parse_version_key(item.key) is not None][:-_FIRST_READ]
     left_out = {item.key for item in older}
     read_all(item for item in items if item.key not in left_out)
-    try:
-        log.feed()
-    except (CorruptError, FormatError) as error:
-        damaged[keys.FEED] = error
-    pins: tuple[Pin, ...] = ()
-    try:
-        pins = tuple(log.pins())
-    except (CorruptError, FormatError) as error:
-        damaged[error.key or keys.PINS] = error
-    payloads = _payloads(log)
+    noted(log.feed, keys.FEED)
+    pins = tuple(noted(log.pins, keys.PINS) or ())
+    payloads = dict(log.payloads())
     while older and young_unix_s is not None and _may_be_stored(older[-1], manifests, payloads, pins, young_unix_s):
         count = len(manifests)
         read_all(older[-count:])
         del older[-count:]
     if older:
         known.first = (keys.parse_version_key(older[-1].key) or 0) + 1
-    floor = 0
-    try:
-        floor = log.floor()
-    except (CorruptError, FormatError) as error:
-        damaged[error.key or keys.FLOOR] = error
+    floor = noted(log.floor, keys.FLOOR) or 0
     return Survey(
         versions=dict(_picked(manifests, keys.parse_version_key)),
         anchors=dict(_picked(manifests, keys.parse_anchor_key)),
@@ -242,7 +235,7 @@ def _may_be_stored(
 
 def without_pruned(log: Log, before: Survey) -> Survey:
     """The same survey without the payloads that `prune` has deleted since."""
-    left = _payloads(log)
+    left = dict(log.payloads())
     return replace(
         before,
         payloads={sha256: item for sha256, item in before.payloads.items() if sha256 in left},
@@ -268,11 +261,6 @@ def reachable(edges: Iterable[Edge]) -> set[int]:
 def is_given_up(edge: Edge, floor: int) -> bool:
     """Whether `prune` no longer promises the payloads of an edge."""
     return edge.end < floor if edge.start is None else edge.start < floor
-
-
-def _payloads(log: Log) -> dict[str, ObjectInfo]:
-    listed = ((keys.parse_payload_key(item.key), item) for item in log.store.list(keys.PAYLOADS))
-    return {sha256: item for sha256, item in listed if sha256 is not None}
 
 
 def _is_manifest(key: str) -> bool:

@@ -19,14 +19,14 @@ def register() -> None:
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, "deltasync.vllm.engine", "DeltasyncEngine")
-    from deltasync.vllm import guard
+    from deltasync.vllm import ownership
     from deltasync.vllm.loader import MirrorLoader
     from deltasync.vllm.worker import call_runtime
 
     # The method that collective calls name. `--worker-extension-cls` would add it, too, but is one more flag to set.
-    setattr(Worker, guard.CALL, call_runtime)
+    setattr(Worker, ownership.CALL, call_runtime)
     caches.install(EngineCore)
-    guard.install(EngineCore)
+    ownership.install(EngineCore)
     register_model_loader(BACKEND)(MirrorLoader)
     from vllm.platforms import current_platform
 

@@ -12,7 +12,7 @@ from deltasync.parallel import lower_priority
 from deltasync.replica.follower import Follower
 from deltasync.replica.metrics import FollowerCollector
 from deltasync.replica.target import Target
-from deltasync.vllm.settings import Way
+from deltasync.vllm.settings import SyncMode
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +32,14 @@ class Replica:
         follower: Follower,
         target: Target,
         *,
-        way: Way,
+        way: SyncMode,
         ready_s: float | None = None,
         has_metrics: bool = True,
         on_refused: Callable[[DeltasyncError], None] = lambda error: None,
     ) -> None:
         self.follower = follower
         self._target = target
-        self._way: Way = way
+        self._way: SyncMode = way
         self._ready_s = ready_s
         self._has_metrics = has_metrics
         self._on_refused = on_refused

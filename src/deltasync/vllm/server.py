@@ -22,8 +22,8 @@ from deltasync.vllm.adapters import AdapterTarget, Load
 from deltasync.vllm.admission import VersionMiddleware
 from deltasync.vllm.architectures import warn_if_not_in_zoo
 from deltasync.vllm.caches import CacheSalts
-from deltasync.vllm.guard import CALL, guard_client
 from deltasync.vllm.labels import LabelMiddleware, Labels, note_versions
+from deltasync.vllm.ownership import CALL, own_client
 from deltasync.vllm.plugin import log_where_vllm_does
 from deltasync.vllm.releases import check_pauses, warn_if_untested
 from deltasync.vllm.replica import Replica, Replicas
@@ -103,7 +103,7 @@ class Endpoint:
         if settings.feed is not None:
             salts = await _salts(engine_client) if settings.cache == "keep" else None
             engine = ServerEngine(engine_client, loop, pause=settings.pause, labels=self.labels, salts=salts)
-            guard_client(engine_client, self.labels)
+            own_client(engine_client, self.labels)
             mirror = folder / "mirror.safetensors" if settings.mirror is None else settings.mirror
             target = VllmTarget(engine, folder=folder, mirror=mirror)
             # In another thread: it waits for coroutines of this event loop.
@@ -219,7 +219,7 @@ class ServerEngine:
         salts: CacheSalts | None = None,
     ) -> None:
         self._client = client
-        # Kept here, because `guard_client` replaces them for all others.
+        # Kept here, because `own_client` replaces them for all others.
         self._resume_generation, self._set_version = client.resume_generation, client.update_weight_version
         self._loop = loop
         self._pause: PauseMode = pause

@@ -1,22 +1,32 @@
-"""In the API server: its settings, from the environment."""
+"""The settings of a server, once: the variables that it reads, and the options of `deltasync serve` that set them."""
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from deltasync.errors import InvalidInputError
 
 PauseMode = Literal["keep", "abort", "wait"]
-Way = Literal["pull", "push"]
+SyncMode = Literal["pull", "push"]
 CachePolicy = Literal["clear", "keep"]
 OnRefused = Literal["exit", "serve"]
 
-_PREFIX = "DELTASYNC_"
 _OFF = "off"
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+_OPTIONS = {
+    "mirror": "keep the mirror in this file, across restarts",
+    "pause": "what happens to requests in flight at a switch",
+    "cache": "what happens to the KV cache at a switch",
+    "on_refused": "what to do if the feed is refused for good",
+    "ready_s": "ready while the version was the newest at most S seconds ago",
+    "scrub_s": "compare all weights with the mirror about every S seconds",
+}
+"""The settings with an option of `deltasync serve` that does nothing else, and what its help says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,7 @@ class Settings:
 
     feed: str | None
     token: str | None = field(default=None, repr=False)
-    way: Way = "pull"
+    way: SyncMode = "pull"
     pause: PauseMode = "keep"
     mirror: Path | None = None
     base: Path | None = None
@@ -54,27 +64,43 @@ class Settings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Settings":
         """The settings of this process. InvalidInputError names the variable that is wrong."""
-        values = {
-            name.removeprefix(_PREFIX).lower(): value
-            for name, value in environment.items()
-            if name.startswith(_PREFIX) and value
-        }
-        if values.keys().isdisjoint({"feed", "adapters"}):
+        given = {name: environment.get(variable(name)) for name in _types()}
+        found = {name: _read(name, value) for name, value in given.items() if value}
+        if found.keys().isdisjoint({"feed", "adapters"}):
             raise InvalidInputError("DELTASYNC_FEED is not set", hint="set it to the URL of the feed to follow")
-        return cls(
-            feed=values.get("feed"),
-            token=values.get("token"),
-            way=cast(Way, _one_of("way", values.get("way", "pull"), get_args(Way))),
-            pause=cast(PauseMode, _one_of("pause", values.get("pause", "keep"), get_args(PauseMode))),
-            mirror=Path(values["mirror"]) if "mirror" in values else None,
-            base=Path(values["base"]) if "base" in values else None,
-            replica=values.get("replica"),
-            scrub_s=_seconds("scrub_s", values.get("scrub_s", "3600")),
-            cache=cast(CachePolicy, _one_of("cache", values.get("cache", "clear"), get_args(CachePolicy))),
-            on_refused=cast(OnRefused, _one_of("on_refused", values.get("on_refused", "exit"), get_args(OnRefused))),
-            ready_s=_seconds("ready_s", values.get("ready_s", "300")),
-            adapters=parse_adapters(values.get("adapters", "")),
-        )
+        return cls(found.pop("feed", None), **found)
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return f"DELTASYNC_{name.upper()}"
+
+
+def options() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The options of `deltasync serve` that only set a variable, with their arguments for argparse."""
+    for name, help in _OPTIONS.items():
+        choices = get_args(_types()[name]) if get_origin(_types()[name]) is Literal else None
+        metavar = None if choices else "S" if name.endswith("_s") else "FILE"
+        yield f"--{name.replace('_', '-')}", {"choices": choices, "metavar": metavar, "help": help}
+
+
+def _types() -> dict[str, Any]:
+    return get_type_hints(Settings)
+
+
+def _read(name: str, value: str) -> Any:
+    """The value of a setting from the text of its variable."""
+    kind = _types()[name]
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise _wrong(name, value, f"one of {', '.join(get_args(kind))}")
+    elif kind == Path | None:
+        return Path(value)
+    elif kind == float | None:
+        return _seconds(name, value)
+    elif name == "adapters":
+        return parse_adapters(value)
+    return value
 
 
 def parse_adapters(value: str) -> dict[str, str]:
@@ -86,12 +112,6 @@ def parse_adapters(value: str) -> dict[str, str]:
             raise _wrong("adapters", value, "NAME=URL pairs, each name once, with a space between two pairs")
         adapters[name] = url
     return adapters
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise _wrong(name, value, f"one of {', '.join(allowed)}")
-    return value
 
 
 def _seconds(name: str, value: str) -> float | None:
@@ -107,4 +127,4 @@ def _seconds(name: str, value: str) -> float | None:
 
 
 def _wrong(name: str, value: str, wanted: str) -> InvalidInputError:
-    return InvalidInputError(f"{_PREFIX}{name.upper()} is {value!r:.80}", hint=f"set it to {wanted}")
+    return InvalidInputError(f"{variable(name)} is {value!r:.80}", hint=f"set it to {wanted}")

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from deltasync.engines.placement import Indices, Placement, is_covered
+from deltasync.engines.stage import Segment, segments, write_stage
 from deltasync.errors import EngineError, MismatchError
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Bits, Changes, Weights, tensor_parts
 from deltasync.replica.target import Damage, Staged, Target
-from deltasync.torch.copies import Copy, Indices, is_covered
-from deltasync.torch.stage import Segment, segments, write_stage
 from deltasync.torch.tensors import bits_dtype, torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -27,11 +27,11 @@ _HINT = "serve the model that is trained, in the same layout"
 class Rank:
     """What one worker reports.
 
-    `copies`: where the elements of each tensor are. `computed`: tensors that the worker also computes with.
+    `placements`: where the elements of each tensor are. `computed`: tensors that the worker also computes with.
     `types`: the element type of each of its spans. `elements`: how many elements of memory depend on the tensors.
     """
 
-    copies: Mapping[str, Sequence[Copy]]
+    placements: Mapping[str, Sequence[Placement]]
     computed: frozenset[str]
     types: Sequence[torch.dtype]
     elements: int
@@ -43,7 +43,7 @@ class Rank:
             message, rule, hint = description["refused"]
             raise MismatchError(message, rule=rule, hint=hint)
         return cls(
-            {name: [Copy.from_json(fields) for fields in copies] for name, copies in description["copies"].items()},
+            {name: [Placement.from_json(p) for p in found] for name, found in description["placements"].items()},
             frozenset(description["computed"]),
             [getattr(torch, name) for name in description["types"]],
             description["elements"],
@@ -66,12 +66,12 @@ class EngineMap:
         """MismatchError if the workers hold a part of a tensor only, or other types; it names the tensor."""
         ignored = []
         for spec in self.layout.tensors:
-            copies = [rank.copies.get(spec.name, ()) for rank in self._ranks]
-            stored = {rank.types[copy.storage] for rank in self._ranks for copy in rank.copies.get(spec.name, ())}
+            placements = [rank.placements.get(spec.name, ()) for rank in self._ranks]
+            stored = {rank.types[p.storage] for rank in self._ranks for p in rank.placements.get(spec.name, ())}
             for other in stored:
                 if torch_dtype(spec.dtype).is_floating_point != other.is_floating_point:
                     raise _other_model(f"the model has {other} in place of {spec}")
-            if stored and self._is_whole and not is_covered(spec.elements, copies):
+            if stored and self._is_whole and not is_covered(spec.elements, placements):
                 raise _other_model(f"the model takes only a part of {spec}")
             if not stored and spec.elements and spec.name not in self._computed:
                 ignored.append(spec.name)
@@ -111,10 +111,10 @@ class EngineMap:
             for ordinal, indices, values in tensor_parts(self.layout, block):
                 spec = self.layout.tensors[ordinal]
                 wide = indices.astype(np.int64)
-                for copy in self._ranks[rank].copies.get(spec.name, ()):
-                    which, places = copy.locate(wide)
-                    bits = _as_stored(spec, values[which], self._ranks[rank].types[copy.storage])
-                    writes.setdefault(copy.storage, []).append((places, bits))
+                for placement in self._ranks[rank].placements.get(spec.name, ()):
+                    which, places = placement.locate(wide)
+                    bits = _as_stored(spec, values[which], self._ranks[rank].types[placement.storage])
+                    writes.setdefault(placement.storage, []).append((places, bits))
         for storage, pairs in writes.items():
             yield from segments(storage, pairs)
 

@@ -21,8 +21,8 @@ from deltasync.errors import InvalidInputError
 from deltasync.feed.log import Log
 from deltasync.feed.route import Route
 from deltasync.format.layout import Layout, TensorSpec
+from deltasync.frameworks import require_methods
 from deltasync.store import opened
-from deltasync.torch.held import require_methods
 from deltasync.torch.publisher import Publisher
 from deltasync.torch.tensors import element_type, require_dtype
 from deltasync.trainer.events import Publication

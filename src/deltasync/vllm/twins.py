@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from deltasync.engines.probes import NamedTensors, layer_of
 from deltasync.errors import MismatchError
 from deltasync.format.layout import Layout, TensorSpec
-from deltasync.torch.probes import NamedTensors, layer_of
 
 _WINDOW_BYTES = 1 << 28
 """Weights that a twin holds. A layer of a large model may have more; the first one comes with the embeddings."""

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from deltasync.checkpoint import open_checkpoint
+from deltasync.engines.memory import Memory, as_tensor, count_differing, from_mapped, pair
+from deltasync.engines.placement import Placement
+from deltasync.engines.probes import NamedTensors, map_weights
+from deltasync.engines.stage import SEGMENT_ELEMENTS, Segment, read_stage
 from deltasync.errors import CorruptError, EngineError, InvalidInputError, MismatchError
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.weights import Bits, Region, Weights
 from deltasync.kernels import kernels
-from deltasync.torch.copies import Copy
-from deltasync.torch.memory import Memory, as_tensor, count_differing, from_mapped, pair
-from deltasync.torch.probes import NamedTensors, explain
-from deltasync.torch.stage import SEGMENT_ELEMENTS, Segment, read_stage
 from deltasync.torch.tensors import as_bits
 from deltasync.vllm.twins import Window
 
@@ -61,7 +61,7 @@ class RuntimeWeights:
         self._rank = rank
         self._layout = Layout(())
         self._memory: Memory | None = None
-        self._copies: dict[str, list[Copy]] = {}
+        self._placements: dict[str, list[Placement]] = {}
         self._computed: list[tuple[Window, list[int]]] = []
         """The windows with spans that only vLLM's own code can fill, and these spans."""
         self._mirror: tuple[str, Weights] | None = None
@@ -83,7 +83,7 @@ class RuntimeWeights:
         self._memory = live = Memory(self._model)
         before = live.sums()
         try:
-            elements = self._explain(live)
+            elements = self._map(live)
         except MismatchError as error:
             return {"refused": [error.message, error.rule, error.hint]}
         finally:
@@ -93,26 +93,26 @@ class RuntimeWeights:
                     hint="restart the server, and report the model and the arguments of the server",
                 )
         return {
-            "copies": {name: [c.to_json() for c in copies] for name, copies in self._copies.items()},
+            "placements": {name: [p.to_json() for p in placements] for name, placements in self._placements.items()},
             "computed": [spec.name for window, _ in self._computed for spec in window.tensors],
             "types": [str(span.flat.dtype).removeprefix("torch.") for span in live.spans],
             "elements": elements,
         }
 
-    def _explain(self, live: Memory) -> int:
+    def _map(self, live: Memory) -> int:
         """Build the map, window by window, and return the number of elements that depend on weights."""
-        self._copies, self._computed = {}, []
+        self._placements, self._computed = {}, []
         elements, paths, known = 0, set[str](), frozenset[int]()
         for window in self._twins.windows(self._layout):
             build = partial(self._twins.build, window=window)
-            explained = explain(live, build, window.tensors, self._twins.dtype, known=known)
-            for name, copies in explained.copies.items():
-                self._copies.setdefault(name, []).extend(copies)
-            if explained.computed:
-                self._computed.append((window, explained.computed))
-            elements += explained.elements
-            paths |= explained.paths
-            known |= explained.spans
+            found = map_weights(live, build, window.tensors, self._twins.dtype, known=known)
+            for name, placements in found.placements.items():
+                self._placements.setdefault(name, []).extend(placements)
+            if found.computed:
+                self._computed.append((window, found.computed))
+            elements += found.elements
+            paths |= found.paths
+            known |= found.spans
         _require_seen(live, paths)
         return elements
 
@@ -170,8 +170,9 @@ class RuntimeWeights:
         elements: dict[int, int] = {}
         for ordinal in ordinals:
             spec = self._layout.tensors[ordinal]
-            elements[ordinal] = sum(copy.elements for copy in self._copies.get(spec.name, ()))
-            count = count_differing(self._live.spans, self._copies.get(spec.name, ()), spec, weights.arrays[ordinal])
+            placements = self._placements.get(spec.name, ())
+            elements[ordinal] = sum(placement.elements for placement in placements)
+            count = count_differing(self._live.spans, placements, spec, weights.arrays[ordinal])
             if count:
                 differing[spec.name] = count
                 if repair:
@@ -216,8 +217,8 @@ class RuntimeWeights:
             torch.accelerator.synchronize()
 
     def _copy(self, spec: TensorSpec, bits: Bits) -> None:
-        for copy in self._copies.get(spec.name, ()):
-            live, wanted = pair(self._live.spans, copy, spec, bits)
+        for placement in self._placements.get(spec.name, ()):
+            live, wanted = pair(self._live.spans, placement, spec, bits)
             live.copy_(wanted)
 
     def _on_device(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.checkpoint import open_checkpoint
+from deltasync.engines.placement import Indices
 from deltasync.errors import CorruptError
 from deltasync.files import temporary_beside
 from deltasync.format import limits
 from deltasync.format.layout import DTYPES, TensorSpec
 from deltasync.format.safetensors import header_bytes
 from deltasync.format.weights import Bits
-from deltasync.torch.copies import Indices
 
 _BITS = {1: DTYPES["U8"], 2: DTYPES["U16"], 4: DTYPES["U32"], 8: DTYPES["U64"]}
 _POSITIONS = DTYPES["U32"]

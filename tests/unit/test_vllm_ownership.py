@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from deltasync.errors import InvalidInputError
-from deltasync.vllm.guard import CALL, guard_client, install
 from deltasync.vllm.labels import Labels
+from deltasync.vllm.ownership import CALL, install, own_client
 
 WRITES = ("load_model", "reload_weights", "reset_weights", "sleep")
 PROTOCOL = ("init_weight_transfer_engine", "start_weight_update", "update_weights")
@@ -117,7 +117,7 @@ class Client:
 def test_nobody_else_sets_the_label_or_resumes_during_a_switch() -> None:
     async def check() -> None:
         client, labels = Client(), Labels()
-        guard_client(client, labels)
+        own_client(client, labels)
         with pytest.raises(InvalidInputError, match="the version of the feed"):
             await client.update_weight_version("7")
         labels.is_switching = True

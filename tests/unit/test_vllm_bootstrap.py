@@ -26,7 +26,7 @@ from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError
 from deltasync.feed.log import Log
 from deltasync.files import locked
 from deltasync.store.local import LocalStore
-from deltasync.vllm.home import MODEL, BareModel
+from deltasync.vllm.bootstrap import MODEL, BareModel
 from deltasync.vllm.settings import Settings
 
 Out = pytest.CaptureFixture[str]

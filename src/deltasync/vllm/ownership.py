@@ -1,4 +1,4 @@
-"""vLLM's own ways to replace weights, to label them and to resume generation, kept away from weights of a feed.
+"""Who may write weights that come from a feed: refuse vLLM's own ways to replace them, label them and resume.
 
 vLLM can reload weights, discard them in its sleep, or take them through its weight transfer while a server follows a
 feed. The label would then name a version whose weights are no longer there, and the next version would be applied to
@@ -80,7 +80,7 @@ def _require_unowned(core: Any, what: str) -> None:
         )
 
 
-def guard_client(client: Any, labels: Labels) -> None:
+def own_client(client: Any, labels: Labels) -> None:
     """In an API server that follows a feed: keep others from setting the label, and from resuming during a switch.
 
     A switch whose write has failed leaves the engine paused, with weights of two versions, until it is repeated.
@@ -116,11 +116,11 @@ def guard_client(client: Any, labels: Labels) -> None:
             "the weight version of this server is the version of the feed that is live", hint=_HINTS[_SERVER]
         )
 
-    guarded: dict[str, Callable[..., Any]] = {
+    replaced: dict[str, Callable[..., Any]] = {
         "sleep": sleep_outside_a_switch,
         "wake_up": wake_up_outside_a_switch,
         "resume_generation": resume_outside_a_switch,
         "update_weight_version": refuse_label,
     }
-    for name, method in guarded.items():
+    for name, method in replaced.items():
         setattr(client, name, method)

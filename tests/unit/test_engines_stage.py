@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deltasync.engines.stage import SEGMENT_ELEMENTS, Segment, read_stage, segments, write_stage
 from deltasync.errors import CorruptError
 from deltasync.format.layout import DTYPES, TensorSpec
 from deltasync.format.safetensors import header_bytes
-from deltasync.torch.stage import SEGMENT_ELEMENTS, Segment, read_stage, segments, write_stage
 
 Parts = list[tuple[list[int], list[int]]]
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deltasync.engines.memory import Memory, Span
+from deltasync.engines.placement import Indices, Placement, fit, joined
 from deltasync.errors import MismatchError
 from deltasync.format.layout import DType, TensorSpec
 from deltasync.format.weights import Bits
-from deltasync.torch.copies import Copy, Indices, fit, joined
-from deltasync.torch.memory import Memory, Span
 from deltasync.torch.tensors import as_bits, torch_dtype
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
@@ -32,8 +32,8 @@ _CHUNK_ELEMENTS = 1 << 22
 """Elements that are explained in one step, which bounds the temporary memory."""
 _RUN_ELEMENTS = 1 << 12
 """Longer runs are found by comparison; where runs are shorter, every element is decoded."""
-_COPIES_MAX = 1 << 10
-"""If a chunk needs more copies of one tensor, its elements count as computed."""
+_PLACEMENTS_MAX = 1 << 10
+"""If a chunk needs more placements of one tensor, its elements count as computed."""
 _DIGIT_BITS = 14
 """Of types with 16 bits or more. Both kinds of 16-bit floats have normal numbers from 0x0400 to 0x43FF."""
 _FIRST_PATTERN = 0x0400
@@ -149,35 +149,35 @@ class Sources:
 
 
 @dataclass(slots=True)
-class Explained:
-    """What probes find in the memory of a worker.
+class WeightMap:
+    """Which memory of a worker depends on weights, and how: what probes find.
 
-    `copies`: the map, by tensor of the feed. `computed`: the spans that depend on weights in another way than by
-    copies. `elements`: how many elements of memory depend on weights. `paths` and `spans`: what
+    `placements`: where elements are copied to, by tensor of the feed. `computed`: the spans that depend on weights in
+    another way than by copies. `elements`: how many elements of memory depend on weights. `paths` and `spans`: what
     was looked at.
     """
 
-    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    placements: dict[str, list[Placement]] = field(default_factory=dict)
     computed: list[int] = field(default_factory=list)
     elements: int = 0
     paths: set[str] = field(default_factory=set)
     spans: frozenset[int] = frozenset()
 
 
-def explain(
+def map_weights(
     live: Memory,
     build: Build,
     tensors: Sequence[TensorSpec],
     served: torch.dtype,
     *,
     known: frozenset[int] = frozenset(),
-) -> Explained:
+) -> WeightMap:
     """Where the elements of these tensors are in live memory. The spans in `known` are passed over.
 
     MismatchError if the model does not take a tensor or lacks one, or if a twin is not like the live model.
     """
     sources = Sources(tensors, served)
-    result = Explained()
+    result = WeightMap()
     held: dict[int, list[torch.Tensor]] = {}
     numbers: dict[str, set[str]] = {}
     for digit in (*range(sources.digits), None):
@@ -199,7 +199,7 @@ def explain(
             )
     result.spans = frozenset(held)
     for ordinal, twins in held.items():
-        _explain_span(ordinal, live.spans[ordinal], twins, sources, result)
+        _map_span(ordinal, live.spans[ordinal], twins, sources, result)
     return result
 
 
@@ -265,10 +265,10 @@ def _is_alike(live: Span, twin: Span) -> bool:
     return all(live.views.get(path) == view for path, view in twin.views.items())
 
 
-def _explain_span(ordinal: int, span: Span, twins: Sequence[torch.Tensor], sources: Sources, result: Explained) -> None:
+def _map_span(ordinal: int, span: Span, twins: Sequence[torch.Tensor], sources: Sources, result: WeightMap) -> None:
     """Find out what each element of a span is: an element of a tensor, a constant, or computed from weights."""
     chunk = min(max(1, _CHUNK_ELEMENTS // span.row_elements) * span.row_elements, 1 << 26)
-    copies: dict[str, list[Copy]] = {}
+    placements: dict[str, list[Placement]] = {}
     is_computed, is_filled = False, True
     first = 0
     while first < len(span.flat) and not is_computed:
@@ -276,8 +276,8 @@ def _explain_span(ordinal: int, span: Span, twins: Sequence[torch.Tensor], sourc
         run = _run(first, end, twins, sources)
         if run is not None and run[2] >= min(_RUN_ELEMENTS, end - first):
             name, source, count = run
-            copy = Copy.of(ordinal, (count,), source=source, source_strides=(1,), target=first, target_strides=(1,))
-            copies.setdefault(name, []).append(copy)
+            box = Placement.of(ordinal, (count,), source=source, source_strides=(1,), target=first, target_strides=(1,))
+            placements.setdefault(name, []).append(box)
             first += count
             continue
         parts = [twin[first:end] for twin in twins]
@@ -287,9 +287,9 @@ def _explain_span(ordinal: int, span: Span, twins: Sequence[torch.Tensor], sourc
             owners = np.searchsorted(starts, indices, side="right") - 1
             for owner in np.unique(owners[indices >= 0]).tolist():
                 places = np.nonzero((owners == owner) & (indices >= 0))[0]
-                boxes = fit(ordinal, places + first, indices[places] - starts[owner], at_most=_COPIES_MAX)
+                boxes = fit(ordinal, places + first, indices[places] - starts[owner], at_most=_PLACEMENTS_MAX)
                 if boxes is not None:
-                    copies.setdefault(specs[owner].name, []).extend(boxes)
+                    placements.setdefault(specs[owner].name, []).extend(boxes)
                     is_explained[places] = True
         bits = [_unsigned(part) for part in parts]
         is_constant = np.logical_and.reduce([bits[-1] == other for other in bits[:-1]]) & ~is_explained
@@ -310,9 +310,9 @@ def _explain_span(ordinal: int, span: Span, twins: Sequence[torch.Tensor], sourc
         result.computed.append(ordinal)
         result.elements += len(span.flat)
     else:
-        for name, found in copies.items():
-            result.copies.setdefault(name, []).extend(joined(found))
-            result.elements += sum(copy.elements for copy in found)
+        for name, found in placements.items():
+            result.placements.setdefault(name, []).extend(joined(found))
+            result.elements += sum(placement.elements for placement in found)
 
 
 def _run(first: int, end: int, twins: Sequence[torch.Tensor], sources: Sources) -> tuple[str, int, int] | None:

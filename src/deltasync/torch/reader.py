@@ -1,18 +1,18 @@
-"""What checkpoint engines share: one version as torch tensors, `HeldVersion`; checks of settings and base classes."""
+"""A feed for a process of torch: its newest version, the replicas that serve one, and a version as tensors."""
 
-import inspect
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
 from deltasync import arguments
 from deltasync.errors import InvalidInputError, NotFoundError
-from deltasync.feed.log import Log
+from deltasync.feed.log import LIVE_S, Log
 from deltasync.feed.route import Route
 from deltasync.format.manifest import Manifest
+from deltasync.parallel import Closable
+from deltasync.replica import fleet
 from deltasync.state import State
 from deltasync.store import Feed, opened
 from deltasync.torch.tensors import torch_dtype
@@ -20,14 +20,15 @@ from deltasync.torch.tensors import torch_dtype
 _POLL_FIRST_S, _POLL_MOST_S = 0.05, 1.0
 
 
-class HeldVersion:
-    """A copy of the weights that moves from version to version, and fetches only what changed. One thread at a time.
+class FeedReader(Closable):
+    """Reads a feed. Its copy of the weights goes from version to version and fetches only what changed.
 
     `wait_s`: how long `advance` waits for a version that is not committed yet.
     `device`: where tensors are put; by default the accelerator, if there is one.
+    One thread at a time may read weights; `head` and `serving` may be called by any.
     """
 
-    def __init__(self, feed: Feed, *, wait_s: float, device: str | None = None) -> None:
+    def __init__(self, feed: Feed, *, wait_s: float = 600.0, device: str | None = None) -> None:
         self._feed = feed
         self._wait_s = arguments.seconds("wait_s", wait_s, is_zero_allowed=False)
         self._device = device
@@ -40,10 +41,16 @@ class HeldVersion:
         self._log, self._state = None, State()
         self._resources.close()
 
-    def head(self) -> int | None:
-        """The newest version of the feed."""
-        head = self._open().head()
-        return None if head is None else head.version
+    def head(self) -> Manifest | None:
+        """The newest version of the feed; None if it has none."""
+        return self._open().head()
+
+    def serving(self, *, live_s: float = LIVE_S, clock: Callable[[], float] = time.time) -> dict[str, int]:
+        """The versions that live replicas serve, by replica, the slowest first.
+
+        A replica that sends no heartbeat for `live_s` is not live. One without a version is left out.
+        """
+        return fleet.serving(self._open(), live_s=live_s, clock=clock)
 
     def advance(self, version: int | None = None) -> Manifest:
         """Bring the weights to a version, once it is committed, or to the newest.
@@ -85,36 +92,3 @@ class HeldVersion:
                     ) from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_MOST_S)
-
-
-def publication_numbers(manifest: Manifest) -> dict[str, float]:
-    """What a version cost, for the log of a trainer."""
-    share = 1.0 if manifest.changed is None else manifest.changed / max(1, manifest.elements)
-    return {
-        "deltasync/version": float(manifest.version),
-        "deltasync/bytes": float(manifest.nbytes),
-        "deltasync/changed_share": share,
-    }
-
-
-def floating_type(name: str | None) -> torch.dtype | None:
-    """The floating-point type of torch that a setting names; None for None."""
-    dtype = None if name is None else getattr(torch, name, None)
-    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise InvalidInputError(f"dtype must be the name of a floating-point type of torch, not {name!r:.40}")
-    return dtype
-
-
-def require_methods(base: type, expected: Mapping[str, list[str]], *, framework: str, hint: str) -> None:
-    """InvalidInputError, naming the difference, unless the abstract methods of a framework's base class are these."""
-    found = {}
-    names: Iterable[str] = getattr(base, "__abstractmethods__", ())
-    for name in names:
-        method = inspect.getattr_static(base, name)
-        called: Any = method.fget if isinstance(method, property) else getattr(base, name)
-        found[name] = list(inspect.signature(called).parameters)
-    if found != expected:
-        differing = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        raise InvalidInputError(
-            f"this release of {framework} has another {base.__name__}: {', '.join(differing)} differ", hint=hint
-        )

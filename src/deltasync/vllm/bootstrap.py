@@ -96,7 +96,7 @@ class BareModel:
             file.truncate(size + self.layout.nbytes)
 
 
-def found_home(environment: Mapping[str, str], model: BareModel) -> Path:
+def bootstrap(environment: Mapping[str, str], model: BareModel) -> Path:
     """A new private folder for this process, in memory, with the model. Its version is fetched in the background.
 
     The folder is there until this process and all that have inherited its descriptors have ended, also after `exec`.
@@ -142,7 +142,7 @@ def found_home(environment: Mapping[str, str], model: BareModel) -> Path:
     return folder
 
 
-def keep_home(settings: Settings, version: int) -> None:
+def _keep_folder(settings: Settings, version: int) -> None:
     """Make the folder, print its path, fetch the version at a sign, and wait for the end of stdin.
 
     A second line is printed when the mirror is locked. Without it, stdout ends if the version cannot be fetched.
@@ -177,4 +177,4 @@ if __name__ == "__main__":
     # A supervisor may send signals to all processes of a service. This one ends after the server, to clean up.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    keep_home(Settings.from_environment(), int(sys.argv[1]))
+    _keep_folder(Settings.from_environment(), int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Strided copies: where an element of the checkpoint lies, found by arithmetic, against copying for real."""
+"""Placements: where an element of the checkpoint lies, found by arithmetic, against copying for real."""
 
 import math
 from random import Random
@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.torch.copies import Copy, is_covered
+from deltasync.engines.placement import Placement, is_covered
 
 
-def copy_between(source: torch.Tensor, target: torch.Tensor, storage: int = 0) -> Copy:
-    return Copy.of(
+def copy_between(source: torch.Tensor, target: torch.Tensor, storage: int = 0) -> Placement:
+    return Placement.of(
         storage,
         target.shape,
         source=int(source.storage_offset()),
@@ -33,8 +33,8 @@ def really(source: torch.Tensor, target: torch.Tensor, elements: int, room: int)
     return found
 
 
-def located(copy: Copy, indices: np.ndarray) -> dict[int, list[int]]:
-    which, places = copy.locate(indices)
+def located(placement: Placement, indices: np.ndarray) -> dict[int, list[int]]:
+    which, places = placement.locate(indices)
     return {int(i): [int(place)] for i, place in zip(indices[which], places, strict=True)}
 
 
@@ -68,7 +68,7 @@ def splits(elements: int) -> list[tuple[int, ...]]:
 
 
 @st.composite
-def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def placements(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Equal shapes: views of a tensor and of a larger storage, in any order of dimensions."""
     shape = draw(st.lists(st.integers(0, 5), min_size=0, max_size=3))
     elements = math.prod(shape)
@@ -87,16 +87,16 @@ def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     return source, target, elements, room.numel()
 
 
-@given(copies(), st.randoms(use_true_random=False))
+@given(placements(), st.randoms(use_true_random=False))
 def test_the_arithmetic_agrees_with_a_copy(pair: tuple[torch.Tensor, torch.Tensor, int, int], random: Random) -> None:
     source, target, elements, room = pair
     wanted = really(source, target, elements, room)
-    copy = copy_between(source, target)
-    assert copy == Copy.from_json(copy.to_json())
-    assert copy.elements == len(wanted)
-    assert located(copy, np.arange(elements)) == wanted
+    placement = copy_between(source, target)
+    assert placement == Placement.from_json(placement.to_json())
+    assert placement.elements == len(wanted)
+    assert located(placement, np.arange(elements)) == wanted
     some = np.array(sorted(i for i in range(elements) if random.random() < 0.4), np.int64)
-    assert located(copy, some) == {i: wanted[i] for i in some.tolist() if i in wanted}
+    assert located(placement, some) == {i: wanted[i] for i in some.tolist() if i in wanted}
 
 
 WEIGHT = torch.arange(12 * 8).view(12, 8)
@@ -116,24 +116,24 @@ JOINED = {
 def test_the_shortest_form(
     source: torch.Tensor, target: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> None:
-    copy = copy_between(source, target)
-    assert (copy.shape, copy.source_strides) == (shape, strides)
-    assert located(copy, np.arange(96)) == really(source, target, 96, 288)
+    placement = copy_between(source, target)
+    assert (placement.shape, placement.source_strides) == (shape, strides)
+    assert located(placement, np.arange(96)) == really(source, target, 96, 288)
 
 
 def test_an_empty_part_holds_nothing() -> None:
-    copy = copy_between(WEIGHT[3:3], STACK[0, 3:3])
-    assert copy.elements == 0
-    assert located(copy, np.arange(96)) == {}
+    placement = copy_between(WEIGHT[3:3], STACK[0, 3:3])
+    assert placement.elements == 0
+    assert located(placement, np.arange(96)) == {}
     assert located(copy_between(WEIGHT[:, 4:4], STACK[0, :, 4:4]), np.arange(96)) == {}
 
 
 def test_indices_beyond_four_bytes() -> None:
     """An index of 2**32 does not wrap around, in neither coordinate."""
     far = 1 << 32
-    copy = Copy.of(0, (4, far), source=far, source_strides=(2 * far, 1), target=7, target_strides=(far, 1))
+    placement = Placement.of(0, (4, far), source=far, source_strides=(2 * far, 1), target=7, target_strides=(far, 1))
     indices = np.array([0, far - 1, far, 2 * far - 1, 2 * far, 3 * far + 5, 7 * far], np.int64)
-    which, places = copy.locate(indices)
+    which, places = placement.locate(indices)
     assert indices[which].tolist() == [far, 2 * far - 1, 3 * far + 5, 7 * far]
     assert places.tolist() == [7, 7 + far - 1, 7 + far + 5, 7 + 3 * far]
 
@@ -152,7 +152,7 @@ COVERED = {
 
 
 @pytest.mark.parametrize(("ranks", "is_all"), COVERED.values(), ids=COVERED.keys())
-def test_whether_ranks_hold_all(ranks: list[list[Copy]], is_all: bool) -> None:
+def test_whether_ranks_hold_all(ranks: list[list[Placement]], is_all: bool) -> None:
     assert is_covered(96, ranks) is is_all
 
 

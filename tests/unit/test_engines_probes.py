@@ -20,20 +20,20 @@ from served_model import (
     tensors,
 )
 
+from deltasync.engines import probes
+from deltasync.engines.memory import Memory
+from deltasync.engines.probes import Alphabet, WeightMap, map_weights
 from deltasync.errors import MismatchError
 from deltasync.format.layout import DTYPES, Layout
-from deltasync.torch import probes
-from deltasync.torch.memory import Memory
-from deltasync.torch.probes import Alphabet, Explained, explain
 from deltasync.torch.tensors import as_bits, layout_of, torch_dtype
 
 WORKERS = [(0, 1), (0, 2), (1, 2)]
 
 
-def explained(model: Served, layout: Layout) -> Explained:
+def weight_map(model: Served, layout: Layout) -> WeightMap:
     twins = ServedTwins(model)
     (window,) = twins.windows(layout)
-    return explain(Memory(model), lambda weights: twins.build(weights, window), layout.tensors, twins.dtype)
+    return map_weights(Memory(model), lambda weights: twins.build(weights, window), layout.tensors, twins.dtype)
 
 
 @pytest.mark.parametrize("served", [torch.bfloat16, torch.float16, torch.float32])
@@ -63,17 +63,17 @@ def test_the_map_is_where_the_loader_puts_things(
     monkeypatch.setattr(probes, "_RUN_ELEMENTS", run)
     state = tensors(0, dtype=dtype)
     model = Served(rank=rank, size=size, dtype=dtype).load(state.items())
-    result = explained(model, layout_of(state))
+    result = weight_map(model, layout_of(state))
     assert result.computed == []
-    assert result.copies.keys() == SHAPES.keys() - {"nothing"}
+    assert result.placements.keys() == SHAPES.keys() - {"nothing"}
     memory = [span.bits.clone().numpy() for span in Memory(model).spans]
-    for name, copies in result.copies.items():
+    for name, placements in result.placements.items():
         bits = as_bits(state[name]).numpy()
-        for copy in copies:
-            which, places = copy.locate(np.arange(bits.size))
-            assert (memory[copy.storage][places] == bits[which]).all(), name
-            memory[copy.storage][places] = 0
-    elements = sum(copy.elements for copies in result.copies.values() for copy in copies)
+        for placement in placements:
+            which, places = placement.locate(np.arange(bits.size))
+            assert (memory[placement.storage][places] == bits[which]).all(), name
+            memory[placement.storage][places] = 0
+    elements = sum(placement.elements for placements in result.placements.values() for placement in placements)
     assert result.elements == elements
     # Padding is zero, and buffers are not weights.
     assert not any(flat.any() for flat in memory if flat.itemsize == dtype.itemsize and flat.size != 6)
@@ -85,7 +85,7 @@ def test_the_live_model_is_only_looked_at() -> None:
         odd={"cast": (torch.ones(4, HIDDEN), casting), "quantized": (torch.ones(4, 8, dtype=torch.int8), quantizing)},
     ).load(tensors(1, *names).items())
     before, places = model.bits(), {name: p.data_ptr() for name, p in model.named_parameters()}
-    explained(model, layout_of(tensors(0, *names)))
+    weight_map(model, layout_of(tensors(0, *names)))
     after = model.bits()
     assert all(np.array_equal(before[name], after[name]) for name in before)
     assert places == {name: p.data_ptr() for name, p in model.named_parameters()}
@@ -94,7 +94,7 @@ def test_the_live_model_is_only_looked_at() -> None:
 def test_the_head_of_a_tied_model_goes_nowhere() -> None:
     state = {**tensors(), "lm_head.weight": torch.zeros(22, HIDDEN)}
     model = Served().load(state.items())
-    assert "lm_head.weight" not in explained(model, layout_of(state)).copies
+    assert "lm_head.weight" not in weight_map(model, layout_of(state)).placements
 
 
 def moving_and_casting(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
@@ -183,17 +183,17 @@ def test_what_a_loader_does_is_found_out(loader: Loader, kind: str) -> None:
     model = Served(odd={name: (torch.ones(4, HIDDEN, dtype=torch.bfloat16), loader) for name in names})
     if kind == "refused":
         with pytest.raises(MismatchError, match=r"a\.weight"):
-            explained(model, layout_of(state))
+            weight_map(model, layout_of(state))
         return
     model.load(state.items())
-    result = explained(model, layout_of(state))
+    result = weight_map(model, layout_of(state))
     live = Memory(model)
     own = [live.ordinals[f"{name}.weight"] for name in names]
     assert result.computed == (sorted(own) if kind == "computed" else [])
     for ordinal in own:
-        copies = [copy for all_copies in result.copies.values() for copy in all_copies if copy.storage == ordinal]
-        assert sum(copy.elements for copy in copies) == (4 * HIDDEN if kind == "copied" else 0) or kind == "computed"
-    assert result.copies.keys() - {"a.weight", "z.weight"} == SHAPES.keys() - {"nothing"}
+        placements = [p for found in result.placements.values() for p in found if p.storage == ordinal]
+        assert sum(p.elements for p in placements) == (4 * HIDDEN if kind == "copied" else 0) or kind == "computed"
+    assert result.placements.keys() - {"a.weight", "z.weight"} == SHAPES.keys() - {"nothing"}
 
 
 MISSING: dict[str, Iterable[str]] = {
@@ -211,7 +211,7 @@ def test_parameters_that_nothing_goes_to_are_refused(missing: Iterable[str]) -> 
     model = Served().load(state.items())
     given = {name: tensor for name, tensor in state.items() if name not in missing}
     with pytest.raises(MismatchError, match="the feed has nothing for elements of the model's parameter"):
-        explained(model, layout_of(given))
+        weight_map(model, layout_of(given))
 
 
 def test_memory_that_is_never_initialized_is_refused() -> None:
@@ -228,7 +228,7 @@ def test_memory_that_is_never_initialized_is_refused() -> None:
     model.norm.weight.data.fill_(float("nan"))
     del state["norm.weight"]
     with pytest.raises(MismatchError, match=r"norm\.weight"):
-        explained(model, layout_of(state))
+        weight_map(model, layout_of(state))
 
 
 def test_memory_that_is_computed_from_nothing_is_refused() -> None:
@@ -247,10 +247,10 @@ def test_memory_that_is_computed_from_nothing_is_refused() -> None:
 
     state = {name: torch.randn(tensor.shape).to(tensor.dtype) for name, tensor in tensors(0).items()}
     model = Quantized().load(state.items())
-    assert explained(model, layout_of(state)).computed == [Memory(model).ordinals["qkv.scale"]]
+    assert weight_map(model, layout_of(state)).computed == [Memory(model).ordinals["qkv.scale"]]
     del state["k.weight"]
     with pytest.raises(MismatchError, match=r"qkv\.(weight|scale)"):
-        explained(model, layout_of(state))
+        weight_map(model, layout_of(state))
 
 
 def test_a_model_that_shares_memory_since_is_refused() -> None:
@@ -259,7 +259,7 @@ def test_a_model_that_shares_memory_since_is_refused() -> None:
     model = Served().load(state.items())
     model.norm.weight = model.scale.weight
     with pytest.raises(MismatchError, match=r"in another form"):
-        explained(model, layout_of(state))
+        weight_map(model, layout_of(state))
 
 
 def test_derived_memory_in_attributes_is_found() -> None:
@@ -276,11 +276,11 @@ def test_derived_memory_in_attributes_is_found() -> None:
 
     state = tensors(0)
     model = Derived().load(state.items())
-    result = explained(model, layout_of(state))
+    result = weight_map(model, layout_of(state))
     live = Memory(model)
     assert result.computed == [live.ordinals["norm.sinks"]]
-    transposed = [c for c in result.copies["q.weight"] if c.storage == live.ordinals["norm.plain.0"]]
-    assert sum(copy.elements for copy in transposed) == 12 * HIDDEN
+    transposed = [c for c in result.placements["q.weight"] if c.storage == live.ordinals["norm.plain.0"]]
+    assert sum(placement.elements for placement in transposed) == 12 * HIDDEN
 
     class Numbered(Derived):
         def pack(self) -> None:
@@ -291,4 +291,4 @@ def test_derived_memory_in_attributes_is_found() -> None:
             return Numbered(rank=self.rank, size=self.size)
 
     with pytest.raises(MismatchError, match=r"keeps the number 'norm\.largest'"):
-        explained(Numbered().load(state.items()), layout_of(state))
+        weight_map(Numbered().load(state.items()), layout_of(state))

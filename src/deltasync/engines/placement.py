@@ -1,6 +1,6 @@
-"""Copies: where the elements of a checkpoint tensor lie in the memory of a worker, as strided boxes.
+"""Placements: where the elements of a checkpoint tensor lie in the memory of a worker, as strided boxes.
 
-A copy is a few numbers, and divisions alone give the place of an element, for any kind of fusing, sharding,
+A placement is a few numbers, and divisions alone give the place of an element, for any kind of fusing, sharding,
 transposing and packing.
 """
 
@@ -17,7 +17,7 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class Placement:
     """Elements of one checkpoint tensor, and where they are in a span of a worker.
 
     `source` and `target` are the indices of the first element; strides count elements. Dimensions are in descending
@@ -41,8 +41,8 @@ class Copy:
         source_strides: Iterable[int],
         target: int,
         target_strides: Iterable[int],
-    ) -> "Copy":
-        """A copy in its shortest form: without dimensions of one element, and with adjacent dimensions joined."""
+    ) -> "Placement":
+        """A placement in its shortest form: without dimensions of one element, and with adjacent dimensions joined."""
         dims = [d for d in zip(shape, source_strides, target_strides, strict=True) if d[0] != 1]
         joined: list[tuple[int, int, int]] = []
         for size, there, here in sorted(dims, key=lambda dim: -dim[1]):
@@ -56,13 +56,13 @@ class Copy:
         return cls(storage, sizes, source, theirs, target, ours)
 
     @classmethod
-    def from_json(cls, fields: list[object]) -> "Copy":
-        """The copy that `to_json` describes."""
+    def from_json(cls, fields: list[object]) -> "Placement":
+        """The placement that `to_json` describes."""
         storage, shape, source, source_strides, target, target_strides = fields
         return cls(storage, tuple(shape), source, tuple(source_strides), target, tuple(target_strides))  # type: ignore[arg-type]
 
     def to_json(self) -> list[object]:
-        """The copy as JSON, for another process."""
+        """The placement as JSON, for another process."""
         return [self.storage, self.shape, self.source, self.source_strides, self.target, self.target_strides]
 
     @property
@@ -103,26 +103,26 @@ class Copy:
         return whole, places[is_copied]
 
 
-def is_covered(elements: int, ranks: Iterable[Iterable[Copy]]) -> bool:
-    """Whether the copies of all ranks together have every element of a tensor."""
-    parts = {copy.part: copy for copies in ranks for copy in copies}
-    if elements in (0, *(copy.elements for copy in parts.values())):
+def is_covered(elements: int, ranks: Iterable[Iterable[Placement]]) -> bool:
+    """Whether the placements of all ranks together have every element of a tensor."""
+    parts = {placement.part: placement for placements in ranks for placement in placements}
+    if elements in (0, *(placement.elements for placement in parts.values())):
         return True
-    if sum(copy.elements for copy in parts.values()) < elements:
+    if sum(placement.elements for placement in parts.values()) < elements:
         return False
     is_copied = np.zeros(elements, np.bool_)
-    for copy in parts.values():
-        np.lib.stride_tricks.as_strided(is_copied[copy.source :], copy.shape, copy.source_strides)[...] = True
+    for part in parts.values():
+        np.lib.stride_tricks.as_strided(is_copied[part.source :], part.shape, part.source_strides)[...] = True
     return bool(is_copied.all())
 
 
-def fit(storage: int, places: Indices, sources: Indices, *, at_most: int) -> list[Copy] | None:
-    """Copies that say where each of the `sources` is, for ascending `places`; None if more than `at_most` are needed.
+def fit(storage: int, places: Indices, sources: Indices, *, at_most: int) -> list[Placement] | None:
+    """Placements that say where each of the `sources` is, for ascending `places`; None if it takes more than `at_most`.
 
     The innermost run of equal steps is a dimension if the whole sequence consists of such runs; then the beginnings of
     the runs are a shorter sequence of the same kind. Where that ends, the sequence is cut.
     """
-    copies: list[Copy] = []
+    placements: list[Placement] = []
     while len(places):
         dims: list[tuple[int, int, int]] = []
         here, there = places, sources
@@ -136,34 +136,34 @@ def fit(storage: int, places: Indices, sources: Indices, *, at_most: int) -> lis
                 whole = whole if is_run.all() else int(np.argmin(is_run))
             dims.append((size, jump, step))
             here, there = here[: whole * size : size], there[: whole * size : size]
-        copy = _box(storage, dims, source=int(sources[0]), target=int(places[0]))
-        while not copy.is_nested:
-            # Divisions do not find such elements, for example those in descending order: each box is a copy.
+        placement = _box(storage, dims, source=int(sources[0]), target=int(places[0]))
+        while not placement.is_nested:
+            # Divisions do not find such elements, for example those in descending order: each box is a placement.
             dims.pop()
-            copy = _box(storage, dims, source=int(sources[0]), target=int(places[0]))
-        if len(copies) == at_most:
+            placement = _box(storage, dims, source=int(sources[0]), target=int(places[0]))
+        if len(placements) == at_most:
             return None
-        copies.append(copy)
-        places, sources = places[copy.elements :], sources[copy.elements :]
-    return copies
+        placements.append(placement)
+        places, sources = places[placement.elements :], sources[placement.elements :]
+    return placements
 
 
-def _box(storage: int, dims: Sequence[tuple[int, int, int]], *, source: int, target: int) -> Copy:
+def _box(storage: int, dims: Sequence[tuple[int, int, int]], *, source: int, target: int) -> Placement:
     sizes, jumps, steps = zip(*dims, strict=True) if dims else ((), (), ())
-    return Copy.of(storage, sizes, source=source, source_strides=jumps, target=target, target_strides=steps)
+    return Placement.of(storage, sizes, source=source, source_strides=jumps, target=target, target_strides=steps)
 
 
-def joined(copies: Iterable[Copy]) -> list[Copy]:
-    """The same copies, with those that repeat at equal distances as one with a further dimension."""
-    result: list[Copy] = []
+def joined(placements: Iterable[Placement]) -> list[Placement]:
+    """The same placements, with those that repeat at equal distances as one with a further dimension."""
+    result: list[Placement] = []
     for (storage, shape, theirs, ours), group in groupby(
-        copies, key=lambda copy: (copy.storage, copy.shape, copy.source_strides, copy.target_strides)
+        placements, key=lambda p: (p.storage, p.shape, p.source_strides, p.target_strides)
     ):
         alike = list(group)
-        places, sources = np.array([[copy.target, copy.source] for copy in alike], np.int64).T
+        places, sources = np.array([[placement.target, placement.source] for placement in alike], np.int64).T
         starts = fit(storage, places, sources, at_most=len(alike)) if (np.diff(places) > 0).all() else None
         boxes = [
-            Copy.of(
+            Placement.of(
                 storage,
                 (*start.shape, *shape),
                 source=start.source,

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from deltasync.engines.placement import Placement
 from deltasync.format.layout import TensorSpec
 from deltasync.format.weights import Bits
-from deltasync.torch.copies import Copy
 from deltasync.torch.tensors import as_bits, bits_type, torch_dtype
 
 _DEPTH = 6
@@ -171,20 +171,20 @@ def _elements(shape: tuple[int, ...]) -> int:
 # Live memory beside a checkpoint
 
 
-def pair(spans: Sequence[Span], copy: Copy, spec: TensorSpec, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
-    """The live elements of a copy and the wanted ones, which are cast as engines cast them if the live type differs."""
-    flat = spans[copy.storage].flat
-    live = flat.as_strided(copy.shape, copy.target_strides, copy.target + int(flat.storage_offset()))
-    wanted = as_tensor(spec, bits).reshape(-1).as_strided(copy.shape, copy.source_strides, copy.source)
+def pair(spans: Sequence[Span], at: Placement, spec: TensorSpec, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
+    """The live elements of a placement and the wanted ones, cast as engines cast them if the live type differs."""
+    flat = spans[at.storage].flat
+    live = flat.as_strided(at.shape, at.target_strides, at.target + int(flat.storage_offset()))
+    wanted = as_tensor(spec, bits).reshape(-1).as_strided(at.shape, at.source_strides, at.source)
     return live, wanted if wanted.dtype == live.dtype else wanted.to(live.dtype)
 
 
-def count_differing(spans: Sequence[Span], copies: Iterable[Copy], spec: TensorSpec, bits: Bits) -> int:
-    """How many live elements of these copies are not those of a tensor."""
+def count_differing(spans: Sequence[Span], placements: Iterable[Placement], spec: TensorSpec, bits: Bits) -> int:
+    """How many live elements of these placements are not those of a tensor."""
     count = 0
-    for copy in copies:
-        live, wanted = pair(spans, copy, spec, bits)
-        rows = max(1, _COMPARE_ELEMENTS * len(live) // copy.elements)
+    for placement in placements:
+        live, wanted = pair(spans, placement, spec, bits)
+        rows = max(1, _COMPARE_ELEMENTS * len(live) // placement.elements)
         for first in range(0, len(live), rows):
             here, there = live[first : first + rows], wanted[first : first + rows]
             there = there.to(here.device)

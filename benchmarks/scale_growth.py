@@ -16,15 +16,15 @@ from benchmarks.report import Cell, Row, say
 from benchmarks.scale_rates import make_states, module_of
 from benchmarks.sections import Section, at_most
 from benchmarks.states import States
-from deltasync import AnchorPolicy, Follower, blocks
-from deltasync.feed.writer import Writer
+from deltasync import AnchorPolicy, Follower
+from deltasync.feed.upload import Upload
 from deltasync.format.weights import Weights
 from deltasync.store.protocol import Store
 from deltasync.torch import ModuleTarget
 from deltasync.trainer.capture import Shadow, capture
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.shards import Box, Shards, ShardWeights, chunk
-from deltasync.trainer.version import Metadata, VersionWriter
+from deltasync.trainer.versions import EncodedChanges, Metadata, VersionWriter
 from deltasync.upkeep.verify import verify
 
 _T = TypeVar("_T")
@@ -213,16 +213,16 @@ def _caught(act: Callable[[], None], errors: list[BaseException]) -> None:
 def _rank(store: Store, old: Weights, new: Weights, seat: _Seat, ranks: int, costs: list[Costs]) -> None:
     """An anchor, which is not counted, and a delta, by one rank."""
     assert isinstance(store, CountingStore)
-    writer = Writer(store, retry_s=1.0)
+    upload = Upload(store, retry_s=1.0)
     if seat.rank == 0:
-        writer.open()
+        upload.open()
     boxes = []
     for spec in old.layout.tensors:
         spans = list(Box.whole(spec.shape).spans)
         spans[0] = chunk(spans[0], seat.rank, ranks)
         boxes.append(Box(spec.shape, tuple(spans)))
     shards = Shards(old.layout, boxes)
-    versions = VersionWriter(writer=writer, layout=old.layout, shards=shards, group=seat)
+    versions = VersionWriter(upload=upload, layout=old.layout, shards=shards, group=seat)
 
     def local(weights: Weights) -> tuple[np.ndarray, ...]:
         """The rows of this rank."""
@@ -244,8 +244,8 @@ def _rank(store: Store, old: Weights, new: Weights, seat: _Seat, ranks: int, cos
 
     cpu_s = seat.agree("the start", None, begin)
     captured = capture(Weights(shards.local, shadow.weights.arrays), Weights(shards.local, arrays))
-    encode = partial(blocks.encode_changes, shadow.weights, captured)
-    versions.delta(encode, made, Metadata(), changed=sum(len(each.values) for each in captured) if captured else 0)
+    changes = EncodedChanges(shadow.weights, captured)
+    versions.delta(changes, made, Metadata(), changed=sum(len(each.values) for each in captured) if captured else 0)
 
     def end(_: object) -> Costs:
         return Costs(old.layout.elements, time.process_time() - cpu_s, store.requests.total(), store.put_bytes)

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support import LONG_S, join
-from support.feeds import NEVER, NOW_UNIX_S
+from support.feeds import NEVER, NOW_UNIX_S, put_anchor
 from support.helpers import BF16, changed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -36,7 +35,7 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.feed.log import Log
-from deltasync.feed.writer import LATE_S, Writer
+from deltasync.feed.upload import LATE_S, Upload
 from deltasync.format import keys
 from deltasync.format.digest import layout_digest
 from deltasync.format.layout import Layout
@@ -50,7 +49,7 @@ from deltasync.trainer.capture import Shadow, capture, tensors_of
 from deltasync.trainer.publisher import PublisherOptions
 from deltasync.trainer.ranks import Failure
 from deltasync.trainer.shards import Box, Shards, ShardWeights, Spans, chunk, cut, joined
-from deltasync.trainer.version import Group, Metadata, Part, VersionWriter, put_anchor
+from deltasync.trainer.versions import EncodedChanges, Group, Metadata, Part, VersionWriter
 from deltasync.upkeep.restore import restore
 from deltasync.upkeep.verify import verify
 
@@ -325,13 +324,13 @@ def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Pat
     tables = Table(size), Table(size)
 
     def run(rank: int) -> None:
-        writer = Writer(store, retry_s=1.0)
+        upload = Upload(store, retry_s=1.0)
         if rank == 0:
-            writer.open()
+            upload.open()
         shards = shards_of(wholes[0].layout, rank, size)
         shadow = Shadow(shard_of(wholes[0], shards), None)
         plain = Weights(shards.local, shadow.weights.arrays)
-        versions = VersionWriter(writer=writer, layout=wholes[0].layout, shards=shards, group=tables[0].seat(rank))
+        versions = VersionWriter(upload=upload, layout=wholes[0].layout, shards=shards, group=tables[0].seat(rank))
         advanced = threading.Event()
         anchors = Anchors(replace(versions, group=tables[1].seat(rank, advanced)), shadow, NEVER)
         made = versions.anchor(shadow.weights, None, Metadata(step=0)).manifest
@@ -339,8 +338,8 @@ def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Pat
         for step, whole in enumerate(wholes[1:], 1):
             manifests.extend([made] * (rank == 0))
             captured = capture(plain, Weights(shards.local, shard_of(whole, shards).arrays))
-            encode = partial(blocks.encode_changes, shadow.weights, captured)
-            made = versions.delta(encode, made, Metadata(step=step)).manifest
+            changes = EncodedChanges(shadow.weights, captured)
+            made = versions.delta(changes, made, Metadata(step=step)).manifest
             with shadow.lock:
                 anchors.note(dict(tensors_of(shards.local, shadow.bits_before(captured))))
                 shadow.advance(captured, made)
@@ -401,21 +400,21 @@ def test_payloads_that_one_rank_put_hours_before_the_other_are_put_again(kind: s
         hours_later.set()
 
     def run(rank: int) -> None:
-        writer = Writer(store, clock=lambda: NOW_UNIX_S + skew_s * rank + slept_s)
+        upload = Upload(store, clock=lambda: NOW_UNIX_S + skew_s * rank + slept_s)
         if rank == 0:
-            writer.open()
+            upload.open()
         shards = shards_of(wholes[0].layout, rank, 2)
         shadow = Shadow(shard_of(wholes[0], shards), None)
         new = Weights(shards.local, shard_of(wholes[1], shards).arrays)
         captured = capture(Weights(shards.local, shadow.weights.arrays), new)
-        prompt = VersionWriter(writer=writer, layout=wholes[0].layout, shards=shards, group=table.seat(rank))
+        prompt = VersionWriter(upload=upload, layout=wholes[0].layout, shards=shards, group=table.seat(rank))
         seat = Waiting(table, rank, sleep) if rank == early else table.seat(rank, hours_later)
         tired = replace(prompt, group=seat)
         if kind == "anchor":
             tired.anchor(shadow.weights, None, Metadata(step=0))
         else:
             made = prompt.anchor(shadow.weights, None, Metadata(step=0)).manifest
-            tired.delta(partial(blocks.encode_changes, shadow.weights, captured), made, Metadata(step=1))
+            tired.delta(EncodedChanges(shadow.weights, captured), made, Metadata(step=1))
 
     together(2, run)
     assert slept_s, "hours have passed"
@@ -427,11 +426,11 @@ def test_a_base_has_the_digest_of_all_ranks() -> None:
     store, table, whole = MemoryStore(), Table(3), Weights.of(model())
 
     def run(rank: int) -> None:
-        writer, shards = Writer(store), shards_of(whole.layout, rank, 3)
+        upload, shards = Upload(store), shards_of(whole.layout, rank, 3)
         if rank == 0:
-            writer.open()
+            upload.open()
         shadow = Shadow(shard_of(whole, shards), None)
-        versions = VersionWriter(writer=writer, layout=whole.layout, shards=shards, group=table.seat(rank))
+        versions = VersionWriter(upload=upload, layout=whole.layout, shards=shards, group=table.seat(rank))
         base = BaseRef("some/checkpoint")
         manifest = versions.base(shadow.weights, base, Metadata(step=0)).manifest
         assert (manifest.kind, manifest.payloads) == ("base", ())
@@ -455,8 +454,8 @@ def test_weights_without_elements_make_one_shard() -> None:
     parts = []
     for rank in range(3):
         shards = shards_of(weights.layout, rank, 3)
-        writer = Writer(MemoryStore())
-        refs, digest = put_anchor(writer, shard_of(weights, shards), 0, shards=shards)
+        upload = Upload(MemoryStore())
+        refs, digest = put_anchor(upload, shard_of(weights, shards), 0, shards=shards)
         parts.append(Part(refs, digest - layout_digest(weights.layout), None))
     assert len(Part.total(parts).payloads) == 1
 
@@ -464,7 +463,7 @@ def test_weights_without_elements_make_one_shard() -> None:
 def test_a_rank_without_elements_puts_nothing() -> None:
     weights = Weights.of({"w": np.ones(1, np.float32)})
     shards = shards_of(weights.layout, 1, 2)
-    refs, digest = put_anchor(Writer(MemoryStore()), shard_of(weights, shards), 0, shards=shards)
+    refs, digest = put_anchor(Upload(MemoryStore()), shard_of(weights, shards), 0, shards=shards)
     assert (refs, digest) == ((), layout_digest(weights.layout))
 
 

@@ -13,7 +13,7 @@ from deltasync import arguments
 from deltasync.errors import InvalidInputError
 from deltasync.feed.plan import plan
 from deltasync.feed.route import Route
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.files import make_folder
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef
@@ -31,7 +31,7 @@ from deltasync.trainer.pipeline import FirstVersion, Pipeline
 from deltasync.trainer.publisher import PublisherOptions, require_layout
 from deltasync.trainer.ranks import Ranks, resume
 from deltasync.trainer.shards import Box, Shards, ShardWeights
-from deltasync.trainer.version import Metadata, VersionWriter
+from deltasync.trainer.versions import Metadata, VersionWriter
 
 
 class ShardedPublisher(TorchPublisher):
@@ -66,7 +66,7 @@ class ShardedPublisher(TorchPublisher):
             )
         super().__init__(feed, dtype=dtype, options=options)
         self._timeout_s = arguments.seconds("timeout_s", timeout_s, is_zero_allowed=False)
-        self._writer = Writer(self._store, retry_s=options.retry_s, require_fencing=options.require_fencing)
+        self._upload = Upload(self._store, retry_s=options.retry_s, require_fencing=options.require_fencing)
         self._shadow_folder = None if options.shadow_path is None else Path(options.shadow_path)
         self._shadow_lock: ExitStack | None = None
         self._groups: tuple[Ranks, Ranks] | None = None
@@ -170,12 +170,12 @@ class ShardedPublisher(TorchPublisher):
         decide = partial(self._open_feed, weights, layout)
         state = ranks.agree("to this feed", shards.local.elements, decide)
         # All ranks are one writer: each of them can recognize its versions.
-        self._writer.id = state.writer
+        self._upload.id = state.writer
         shadow = Shadow(ShardWeights(shards.local, room.arrays, shards), state.head)
         if state.head is not None:
             resume(ranks, self._store, state.head, shadow.weights, shards, folder=self._shadow_folder)
         options = self._options
-        versions = VersionWriter(writer=self._writer, layout=layout, shards=shards, group=ranks)
+        versions = VersionWriter(upload=self._upload, layout=layout, shards=shards, group=ranks)
         # Anchors have a group of their own: versions and anchors are agreed on in two threads.
         anchors = Anchors(
             replace(versions.beside(), group=anchor_ranks),
@@ -197,7 +197,7 @@ class ShardedPublisher(TorchPublisher):
             self._groups = TorchRanks.open(timeout_s=self._timeout_s), TorchRanks.open(timeout_s=self._timeout_s)
             for ranks in self._groups:
                 self._resources.callback(ranks.close)
-            self._resources.callback(self._writer.close)
+            self._resources.callback(self._upload.close)
         return self._groups
 
     def _open_feed(self, weights: TorchState, layout: Layout, counts: Sequence[int]) -> "_FeedState":
@@ -209,16 +209,16 @@ class ShardedPublisher(TorchPublisher):
                 hint="all ranks must have all tensors, and the mesh of each DTensor on rank 0 must have rank 0 in it",
             )
         if self._options.must_exist:
-            self._writer.log.require_head()
-        head = self._writer.open()
-        versions = VersionWriter(writer=self._writer, layout=layout)
+            self._upload.log.require_head()
+        head = self._upload.open()
+        versions = VersionWriter(upload=self._upload, layout=layout)
         if head is not None:
-            require_layout(Route(self._writer.log, head), layout)
+            require_layout(Route(self._upload.log, head), layout)
         given, defaults = self._files(weights)
         files = versions.put_files(given, head, defaults=defaults)
         if head is None:
-            return _FeedState(self._writer.id, None, files, None)
-        return _FeedState(self._writer.id, head, files, AnchorBacklog.of(plan(self._writer.log, head)))
+            return _FeedState(self._upload.id, None, files, None)
+        return _FeedState(self._upload.id, head, files, AnchorBacklog.of(plan(self._upload.log, head)))
 
     def _shadow_file(self, ranks: Ranks) -> Path | None:
         if self._shadow_folder is None:

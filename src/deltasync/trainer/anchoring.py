@@ -18,7 +18,7 @@ from deltasync.format.weights import Region, Runs
 from deltasync.parallel import Pool
 from deltasync.trainer.capture import Shadow
 from deltasync.trainer.events import AnchorProgress, CommittedVersion, Observer, logging_observer_error
-from deltasync.trainer.version import VersionWriter
+from deltasync.trainer.versions import VersionWriter
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from deltasync.feed.fetch import fetch_payloads
 from deltasync.feed.log import Log, manifest_key
 from deltasync.feed.plan import Edge
 from deltasync.feed.route import Blocked, Route
-from deltasync.feed.writer import LATE_S
+from deltasync.feed.upload import LATE_S
 from deltasync.format import keys
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef

@@ -26,7 +26,7 @@ from deltasync.feed.fetch import fetch
 from deltasync.feed.log import READ_THREADS, RELAY_ENGINE, Log, is_live, parse_manifest
 from deltasync.feed.plan import Edge
 from deltasync.feed.route import Blocked, Route
-from deltasync.feed.writer import LATE_S, Writer
+from deltasync.feed.upload import LATE_S, Upload
 from deltasync.format import keys
 from deltasync.format.manifest import Kind, Manifest, PayloadRef
 from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat
@@ -183,7 +183,7 @@ class Relay:
         if top >= 0:
             self._require_same(keys.version_key(top), top)
         if ours is None:
-            Writer(copy.store).require_own_folder()
+            Upload(copy.store).require_own_folder()
         self._record, self._versions = record, versions
 
     def _open(self) -> None:
@@ -423,7 +423,7 @@ class Relay:
         """After a manifest was created: put again what is gone, if so much time has passed that it may have been."""
         if not any(abs(self._clock() - self._put_unix_s[ref.sha256]) > LATE_S for ref in refs):
             return 0
-        gone = set(Writer(self._copy.store).missing(refs))
+        gone = set(Upload(self._copy.store).missing(refs))
         lost = [ref for ref in refs if keys.payload_key(ref.sha256) in gone]
         for ref in lost:
             del self._put_unix_s[ref.sha256]

@@ -33,10 +33,10 @@ from deltasync.feed.route import Route
 from deltasync.format import keys
 from deltasync.format.layout import Layout
 from deltasync.format.payload import Payload
-from deltasync.format.weights import Weights
+from deltasync.format.weights import Weights, zeros
 from deltasync.parallel import each, threads
 from deltasync.replica.mirror import MappedState
-from deltasync.state import State, zeros
+from deltasync.state import State
 from deltasync.store.local import LocalStore
 from deltasync.trainer.capture import capture, copy_into
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions

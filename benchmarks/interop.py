@@ -18,8 +18,9 @@ from deltasync.checkpoint import new_checkpoint
 from deltasync.feed.log import Log
 from deltasync.format.weights import Weights
 from deltasync.interop import Exporter, Importer
-from deltasync.interop.folder import folder_name, layout_deltas, write_files
+from deltasync.interop.folder import folder_name, tensor_deltas, write_files
 from deltasync.store import open_store
+from deltasync.trainer.capture import capture
 
 DENSITIES = (0.002, 0.01)
 
@@ -41,7 +42,7 @@ def measure(density: float, *, is_small: bool) -> Row:
         folder.mkdir(parents=True)
         written_bytes = write_files(
             folder,
-            layout_deltas(new.layout, old, new),
+            tensor_deltas(new, capture(new, old)),
             version=1,
             base_version=0,
             encoding="xor",

@@ -29,8 +29,8 @@ from deltasync.feed.log import Log
 from deltasync.feed.plan import Edge, Plan, cheapest, collect
 from deltasync.feed.route import Route
 from deltasync.format.layout import Layout
-from deltasync.format.weights import Weights
-from deltasync.state import Applied, State, load, zeros
+from deltasync.format.weights import Weights, zeros
+from deltasync.state import Applied, State, load
 from deltasync.store.local import LocalStore
 from deltasync.store.protocol import ObjectInfo, Store, WrapperStore
 from deltasync.upkeep.compact import LEVELS

@@ -19,9 +19,10 @@ from benchmarks.states import States
 from deltasync import AnchorPolicy, Follower
 from deltasync.feed.upload import Upload
 from deltasync.format.weights import Weights
+from deltasync.state import State
 from deltasync.store.protocol import Store
 from deltasync.torch import ModuleTarget
-from deltasync.trainer.capture import Shadow, capture
+from deltasync.trainer.capture import capture
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.shards import Box, Shards, ShardWeights, chunk
 from deltasync.trainer.versions import EncodedChanges, Metadata, VersionWriter
@@ -233,9 +234,10 @@ def _rank(store: Store, old: Weights, new: Weights, seat: _Seat, ranks: int, cos
             parts.append(np.concatenate(found).reshape(-1))
         return tuple(parts)
 
-    shadow = Shadow(ShardWeights(shards.local, local(old), shards), None)
-    made = versions.anchor(shadow.weights, None, Metadata()).manifest
-    shadow.advance([], made)
+    mine = ShardWeights(shards.local, local(old), shards)
+    shadow = State(mine)
+    made = versions.anchor(mine, None, Metadata()).manifest
+    shadow.apply([], made)
     arrays = local(new)
 
     def begin(_: object) -> float:
@@ -243,8 +245,8 @@ def _rank(store: Store, old: Weights, new: Weights, seat: _Seat, ranks: int, cos
         return time.process_time()
 
     cpu_s = seat.agree("the start", None, begin)
-    captured = capture(Weights(shards.local, shadow.weights.arrays), Weights(shards.local, arrays))
-    changes = EncodedChanges(shadow.weights, captured)
+    captured = capture(Weights(shards.local, mine.arrays), Weights(shards.local, arrays))
+    changes = EncodedChanges(mine, captured)
     versions.delta(changes, made, Metadata(), changed=sum(len(each.values) for each in captured) if captured else 0)
 
     def end(_: object) -> Costs:

@@ -20,7 +20,7 @@ from deltasync.store import patient
 settings.register_profile("deltasync", deadline=None)
 settings.load_profile("deltasync")
 
-_FOR_TESTS = {"DELTASYNC_SOAK", "DELTASYNC_TEST_LONG_S", "DELTASYNC_VLLM_PYTHON"}
+_FOR_TESTS = {"DELTASYNC_GOLDEN", "DELTASYNC_SOAK", "DELTASYNC_TEST_LONG_S", "DELTASYNC_VLLM_PYTHON"}
 for _name in list(os.environ):
     # What the shell has for the commands, as a feed or a token, or for a distributed training. Not in a fixture: those
     # with a wider scope start processes, too.

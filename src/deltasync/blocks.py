@@ -6,7 +6,7 @@ layout order and cut every `BLOCK_ELEMENTS_MAX` elements; inside such runs a blo
 the same element; the kernels release the GIL.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,6 @@ from deltasync.format.payload import Block
 from deltasync.format.weights import Bits, Changes, Readable, Region, Runs, Weights, cut_runs, slice_runs, whole_runs
 from deltasync.kernels import kernels
 from deltasync.parallel import each
-
-Changed = Mapping[str, tuple[NDArray[Any], Bits]]
-"""Tensor name to (ascending flat indices, new bits), as they come from an accelerator that did the comparison."""
 
 OnProgress = Callable[[int], None]
 """Called with the number of elements that were just done."""
@@ -52,11 +49,6 @@ def detect(old: Readable, new: Readable, runs: Runs) -> Iterator[Changes]:
         start = stop
 
 
-def regroup(layout: Layout, changed: Changed, runs: Runs) -> Iterator[Changes]:
-    """The same blocks as `detect` gives, from elements that are already known to have changed."""
-    return cut_changes(runs, *_along(layout, changed, runs))
-
-
 def cut_changes(runs: Runs, positions: NDArray[Any], values: Bits) -> Iterator[Changes]:
     """The same blocks as `detect` gives, from ascending positions along the runs and their new bits."""
     elements = int(runs[:, 2].sum())
@@ -72,52 +64,47 @@ def cut_changes(runs: Runs, positions: NDArray[Any], values: Bits) -> Iterator[C
         start, done = stop, block.stop
 
 
-def check_changed(layout: Layout, changed: Changed) -> None:
-    """InvalidInputError unless `changed` fits the layout and is ascending."""
-    for name, (indices, values) in changed.items():
-        ordinal = layout.ordinals.get(name)
-        if ordinal is None:
-            hint = "changes may name only tensors that the feed has"
-            raise InvalidInputError(f"tensor {name!r} is not in the layout", rule="changes.name", hint=hint)
-        spec = layout.tensors[ordinal]
-        if values.dtype != spec.dtype.bits_dtype or values.shape != indices.shape or values.ndim != 1:
-            raise InvalidInputError(
-                f"the changes of {spec} are {values.dtype}{list(values.shape)} for {list(indices.shape)} indices; they "
-                f"must be one {spec.dtype.bits_dtype} for each index",
-                rule="changes.length",
-            )
-        ascending = (indices[1:] > indices[:-1]).all()
-        if len(indices) and not (ascending and indices[0] >= 0 and indices[-1] < spec.elements):
-            raise InvalidInputError(f"indices into {spec} must ascend and stay inside it", rule="changes.order")
+class CutTensors:
+    """Changes of whole tensors that come one by one, in any order, cut into the same blocks as `detect` gives.
 
-
-def _along(layout: Layout, changed: Changed, runs: Runs) -> tuple[NDArray[np.int64], Bits]:
-    """All changes inside `runs`: their positions along the runs, and the new bits."""
-    none = np.empty(0, np.int64), np.empty(0, layout.tensors[runs[0, 0]].dtype.bits_dtype)
-    positions, bits, start = [none[0]], [none[1]], 0
-    for ordinal, first, count in runs.tolist():
-        indices, values = changed.get(layout.tensors[ordinal].name, none)
-        lo, hi = np.searchsorted(indices, (first, first + count))
-        positions.append(indices[lo:hi].astype(np.int64) - first + start)
-        bits.append(values[lo:hi])
-        start += count
-    return np.concatenate(positions), np.concatenate(bits)
-
-
-def put_back(layout: Layout, runs: Runs, bits: Bits, replaced: Sequence[Changed]) -> None:
-    """Overwrite a copy of the bits of `runs` with those that were there before some steps replaced them.
-
-    The steps are in the order in which they happened: an element that changed twice gets the bits that it had first.
+    A run of the layout is cut as soon as all tensors in it have come: most are inside one tensor.
     """
-    for changed in reversed(replaced):
-        begin = 0
-        for ordinal, first, count in runs.tolist():
-            name = layout.tensors[ordinal].name
-            if name in changed:
-                indices, values = changed[name]
-                lo, hi = np.searchsorted(indices, (first, first + count))
-                bits[indices[lo:hi].astype(np.int64) - first + begin] = values[lo:hi]
-            begin += count
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._runs = layout_runs(layout)
+        self._rows: dict[int, list[tuple[int, int]]] = {}
+        """The runs, and the rows in them, that a tensor is in."""
+        for number, runs in enumerate(self._runs):
+            for row, ordinal in enumerate(runs[:, 0].tolist()):
+                self._rows.setdefault(ordinal, []).append((number, row))
+        self._waiting: list[dict[int, tuple[NDArray[np.int64], Bits]]] = [{} for _ in self._runs]
+        self._cut: list[list[Changes]] = [[] for _ in self._runs]
+
+    def add(self, ordinal: int, indices: NDArray[np.unsignedinteger], values: Bits) -> None:
+        """Take the changes of a tensor: ascending flat indices and new bits."""
+        for number, row in self._rows.get(ordinal, ()):
+            runs, waiting = self._runs[number], self._waiting[number]
+            _, first, count = runs[row].tolist()
+            lo, hi = np.searchsorted(indices, (first, first + count))
+            start = int(runs[:row, 2].sum()) - first
+            waiting[row] = indices[lo:hi].astype(np.int64) + start, values[lo:hi].copy()
+            if len(waiting) == len(runs):
+                self._finish(number)
+
+    def blocks(self) -> list[Changes]:
+        """All blocks, in the order of the layout. Tensors that have not come did not change."""
+        for number, waiting in enumerate(self._waiting):
+            if waiting:
+                self._finish(number)
+        return [changes for part in self._cut for changes in part]
+
+    def _finish(self, number: int) -> None:
+        runs, waiting = self._runs[number], self._waiting[number]
+        parts = [waiting[row] for row in sorted(waiting)]
+        positions, values = (np.concatenate([part[i] for part in parts]) for i in range(2))
+        self._cut[number] = [changes.packed() for changes in cut_changes(runs, positions, values)]
+        waiting.clear()
 
 
 def overwrite(target: Weights, changes: Changes) -> None:
@@ -139,7 +126,18 @@ def encode_delta(
 ) -> list[Block]:
     """The changes from `old` to `new`. Each block has the smallest of the codecs that `codec` stands for."""
     old.layout.require_equal(new.layout, ours="the old state", theirs="the new state")
-    return _encode(old, partial(_exp_blocks, old, new), partial(detect, old, new), codec, on_progress)
+    encode: Callable[[Weights, Weights, Runs], list[Block]]
+    if codec == exp.EXP:
+        encode, all_runs = _exp_blocks, layout_runs(old.layout)
+    elif codec == coo.COO:
+        tensors = (whole_runs(old.layout, [ordinal]) for ordinal in range(len(old.layout.tensors)))
+        encode, all_runs = _coo_blocks, [runs for runs in tensors if len(runs)]
+    else:
+        raise InvalidInputError(
+            f"the codec of a delta must be {exp.EXP} or {coo.COO}, not {codec!r:.80}", hint=f"use {exp.EXP}"
+        )
+    encoded = each(partial(encode, old, new), all_runs, on_done=_counter(on_progress))
+    return [block for blocks in encoded for block in blocks]
 
 
 def encode_difference(old: Readable, new: Readable) -> list[Block]:
@@ -152,45 +150,15 @@ def _exp_blocks(old: Readable, new: Readable, runs: Runs) -> list[Block]:
     return [_smallest(old.layout, block, partial(new.region, block.runs)) for block in coded]
 
 
-def encode_changed(
-    old: Weights, changed: Changed, *, codec: str = exp.EXP, on_progress: OnProgress | None = None
-) -> list[Block]:
-    """The same blocks from elements that are known to have changed, as an accelerator finds them."""
-    check_changed(old.layout, changed)
-
-    def exp_blocks(runs: Runs) -> list[Block]:
-        return [_encode_block(old, changes) for changes in regroup(old.layout, changed, runs)]
-
-    return _encode(old, exp_blocks, partial(regroup, old.layout, changed), codec, on_progress)
+def _coo_blocks(old: Weights, new: Weights, tensor: Runs) -> list[Block]:
+    parts = cut_runs(tensor, limits.BLOCK_ELEMENTS_MAX)
+    block = coo.encode(old, int(tensor[0, 0]), (changes for runs in parts for changes in detect(old, new, runs)))
+    return [] if block is None else [block]
 
 
 def encode_changes(old: Weights, changes: Iterable[Changes]) -> Generator[Block, None, None]:
     """The same blocks from changes that are already cut as `detect` cuts them: one block for each, as it is encoded."""
     yield from each(partial(_encode_block, old), changes)
-
-
-def _encode(
-    old: Weights,
-    exp_blocks: Callable[[Runs], list[Block]],
-    changes_in: Callable[[Runs], Iterator[Changes]],
-    codec: str,
-    on_progress: OnProgress | None,
-) -> list[Block]:
-    def coo_blocks(tensor: Runs) -> list[Block]:
-        changes = (changes for runs in cut_runs(tensor, limits.BLOCK_ELEMENTS_MAX) for changes in changes_in(runs))
-        block = coo.encode(old, int(tensor[0, 0]), changes)
-        return [] if block is None else [block]
-
-    if codec == exp.EXP:
-        encode, all_runs = exp_blocks, layout_runs(old.layout)
-    elif codec == coo.COO:
-        tensors = (whole_runs(old.layout, [ordinal]) for ordinal in range(len(old.layout.tensors)))
-        encode, all_runs = coo_blocks, [runs for runs in tensors if len(runs)]
-    else:
-        raise InvalidInputError(
-            f"the codec of a delta must be {exp.EXP} or {coo.COO}, not {codec!r:.80}", hint=f"use {exp.EXP}"
-        )
-    return [block for blocks in each(encode, all_runs, on_done=_counter(on_progress)) for block in blocks]
 
 
 def _smallest(layout: Layout, block: Block, new: Callable[[], Region]) -> Block:

@@ -5,19 +5,17 @@ decodes, verifies and writes; its cost is that of the change.
 """
 
 import logging
+import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from deltasync import blocks
-from deltasync.errors import CorruptError, FormatError, MismatchError, NotFoundError
+from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.fetch import fetch_payloads
 from deltasync.feed.log import Log
 from deltasync.feed.plan import Edge, Plan
@@ -27,16 +25,14 @@ from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Kind, Manifest, PayloadRef
 from deltasync.format.payload import Payload
-from deltasync.format.weights import Changes, Region, Runs, Weights
+from deltasync.format.weights import Changes, Region, Runs, Weights, zeros
 from deltasync.parallel import Progress, counting, each
+from deltasync.past import Past, bits_before
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2
 """How often one advance may find that the weights lost their bits."""
-
-_ALIGNED = 64
-"""Where the memory of a tensor begins: at multiples of this many bytes, as lines of the cache do."""
 
 _Use = Literal["keep", "drop", "write", "compare"]
 """What becomes of decoded changes: keep them, drop them, write them, or write and keep those that differ."""
@@ -106,6 +102,13 @@ class State:
         """The version that an interrupted attempt was writing."""
         self._written: frozenset[str] = frozenset()
         """The payloads of it that were written from nothing."""
+        self.lock = threading.RLock()
+        """Held by `apply` while it overwrites the weights. Other threads hold it to read them."""
+        self.pasts: list[Past] = []
+        """What keeps the bits that are replaced. The owner of a past adds it here, and removes it."""
+        self._missed: list[list[list[Changes]]] = []
+        self._replaced: list[Changes] = []
+        """The bits that an anchor has replaced so far, for `pasts`."""
 
     @property
     def version(self) -> int | None:
@@ -114,6 +117,17 @@ class State:
     @property
     def digest(self) -> StateDigest | None:
         return None if self.at is None else self.at.digest
+
+    def past(self, *, over_anchors: bool = False) -> Past:
+        """The weights of the present version, while the state goes on."""
+        if self.at is None:
+            raise InvalidInputError("the weights are of no version")
+        return Past(self.require_weights(), self.at, self.lock, over_anchors=over_anchors)
+
+    def missed(self) -> list[list[Changes]]:
+        """A list to which every `apply` adds its changes, for a copy of the weights elsewhere; its owner empties it."""
+        self._missed.append([])
+        return self._missed[-1]
 
     def advance(self, route: Route, applied: Applied | None = None, progress: Progress | None = None) -> None:
         """Go to the goal of a route by the cheapest plan, and by others where an edge cannot be used.
@@ -130,24 +144,27 @@ class State:
             applied.plan_s += time.perf_counter() - since - (applied.fetch_s + applied.decode_s - busy_s)
 
     def _advance(self, route: Route, applied: Applied, progress: Progress | None) -> None:
-        if self._has_diverged(route):
-            logger.warning("version %s of the mirror is not that of the feed: rebuilding it", self.version)
-            self.discard(applied)
         lost = 0
-        while self.version != route.goal.version:
+        while self.version != route.goal.version or self.digest != route.goal.digest:
+            plan = None if self.version == route.goal.version else route.plan(self.version)
+            if plan is None or self._has_diverged(route, plan.edges[0]):
+                logger.warning("the weights of version %s are not those of the feed: rebuilding them", self.version)
+                self.discard(applied)
+                continue
             try:
-                self.follow(route, route.plan(self.version), applied, progress)
+                self.follow(route, plan, applied, progress)
             except Blocked:
                 # The next plan goes around it.
                 continue
             except LostBits as error:
+                self._lose_pasts()
                 self.discard(applied)
                 lost += 1
                 if lost == ATTEMPTS:
                     raise CorruptError(
-                        f"the mirror lost its bits {ATTEMPTS} times while it advanced to version {route.goal.version}",
+                        f"the weights lost their bits {ATTEMPTS} times on the way to version {route.goal.version}",
                         version=route.goal.version,
-                        rule="mirror.digest",
+                        rule="state.digest",
                         hint="the memory or the disk of this machine may be faulty",
                     ) from error
 
@@ -220,6 +237,9 @@ class State:
         have: frozenset[str],
     ) -> Iterator[int]:
         """An anchor or a base is written as it arrives: the weights are of no version until their digest is checked."""
+        for past in self.pasts:
+            if not past.over_anchors:
+                past.lose()
         self._begin(edge.manifest, keep=have)
         try:
             for changes, ref in self._decoded(edge, payloads, "compare", applied, base=base, have=have):
@@ -232,6 +252,10 @@ class State:
         except BaseException:
             applied.changes = None
             raise
+        finally:
+            for past in self.pasts:
+                past.keep(self._replaced)
+            self._replaced = []
 
     def _take_change(self, edge: Edge, payloads: Iterator[Payload], applied: Applied) -> None:
         """A delta or a skip is decoded completely before the first write."""
@@ -273,12 +297,26 @@ class State:
             if ref is not None:
                 yield ref.nbytes
 
-    def apply(self, changes: Iterable[Changes], at: Manifest) -> None:
-        """Overwrite the weights with the verified changes that lead to a version. After an error they are of none."""
+    def apply(self, changes: Sequence[Changes], at: Manifest, *, before: Sequence[Changes] | None = None) -> None:
+        """Overwrite the weights with the verified changes that lead to a version. After an error they are of none.
+
+        `before`: what `bits_before` gives for the changes, where the caller has it already.
+        """
         weights = self.require_weights()
-        self._begin(at)
-        blocks.overwrite_all(weights, changes)
-        self._hold(at)
+        if self.pasts and before is None:
+            before = self.bits_before(changes)
+        with self.lock:
+            for past in self.pasts:
+                past.keep(before or ())
+            self._begin(at)
+            blocks.overwrite_all(weights, changes)
+            for missed in self._missed:
+                missed.append(list(changes))
+            self._hold(at)
+
+    def bits_before(self, changes: Iterable[Changes]) -> list[Changes]:
+        """The bits that changes to the present version will replace."""
+        return list(each(partial(bits_before, self.require_weights()), changes))
 
     def require_weights(self) -> Weights:
         """The weights; CorruptError if there are none yet."""
@@ -290,7 +328,7 @@ class State:
         """Whether the weights have the digest of their version, if they are of one; reads all of them."""
         if self.weights is None or self.at is None or blocks.digest(self.weights) == self.at.digest:
             return True
-        logger.warning("the mirror no longer has the digest of version %s: rebuilding it", self.version)
+        logger.warning("the weights no longer have the digest of version %s: rebuilding them", self.version)
         return False
 
     def discard(self, applied: Applied) -> None:
@@ -337,8 +375,13 @@ class State:
             # The old weights go first: there may be no memory for both.
             self.weights = self.at = None
             self._forget()
+            self._lose_pasts()
             applied.changes = None
             self.weights = self._new_weights(layout)
+
+    def _lose_pasts(self) -> None:
+        for past in self.pasts:
+            past.lose()
 
     def _new_weights(self, layout: Layout) -> Weights:
         return zeros(layout)
@@ -355,17 +398,12 @@ class State:
             raise
         self._hold(edge.manifest)
 
-    def _has_diverged(self, route: Route) -> bool:
+    def _has_diverged(self, route: Route, first: Edge) -> bool:
         """Whether the feed has this version with another digest: it was rolled back and went on differently.
 
-        To go back to an older version is to start from nothing anyway.
+        A plan from nothing need not know. The edge may also be damaged: then the manifest of this version is right.
         """
-        goal = route.goal
-        if self.version is None or goal.version < self.version:
-            return False
-        if goal.version == self.version:
-            return goal.digest != self.digest
-        if goal.parent == self.version and goal.parent_digest == self.digest:
+        if self.version is None or first.start is None or first.manifest.parent_digest == self.digest:
             return False
         try:
             return route.log.read(self.version).digest != self.digest
@@ -404,7 +442,7 @@ class State:
         weights = self.require_weights()
         if i is None:
             return [], ref
-        if use == "compare" and applied.changes is None:
+        if use == "compare" and not self._compares(applied):
             # Straight into the weights: nobody asks what differed.
             blocks.restore_block(weights, payload.block(i))
             return [], ref
@@ -418,13 +456,19 @@ class State:
             return [changes]
         if use == "drop":
             return []
-        if use == "write" or applied.changes is None:
+        if use == "write" or not self._compares(applied):
             blocks.overwrite(weights, changes)
             return []
         differing = list(blocks.detect(weights, _Given(weights, changes), changes.runs))
         for part in differing:
+            if self.pasts:
+                self._replaced.append(bits_before(weights, part).packed())
             blocks.overwrite(weights, part)
         return differing
+
+    def _compares(self, applied: Applied) -> bool:
+        """Whether somebody asks what an anchor changes."""
+        return applied.changes is not None or any(not past.is_lost for past in self.pasts)
 
 
 def _block_numbers(
@@ -463,19 +507,3 @@ def load(log: Log, goal: Manifest, *, base: Path | None = None, progress: Progre
     state = State(scratch=True)
     state.advance(Route(log, goal, base=base), progress=progress)
     return state.require_weights()
-
-
-def zeros(layout: Layout) -> Weights:
-    """Weights to be overwritten; CorruptError, with the size, if there is no memory for them."""
-    ends = list(accumulate(-(-t.nbytes // _ALIGNED) * _ALIGNED for t in layout.tensors))
-    try:
-        # In one piece, which NumPy asks the system to back with huge pages: small tensors would have none.
-        memory = np.zeros(ends[-1] if ends else 0, np.uint8)
-        starts = zip([0, *ends], layout.tensors, strict=False)
-        return Weights(layout, tuple(memory[at : at + t.nbytes].view(t.dtype.bits_dtype) for at, t in starts))
-    except MemoryError as error:
-        raise CorruptError(
-            f"there is no memory for the {layout.nbytes} bytes of this layout",
-            rule="layout.memory",
-            hint="if the model is that large, use a machine with more memory",
-        ) from error

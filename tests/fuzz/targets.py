@@ -34,7 +34,7 @@ from deltasync.format.payload import PayloadHeader, write_payload
 from deltasync.format.safetensors import parse_header
 from deltasync.format.sealed import FORMAT, FeedRecord, FloorRecord, Heartbeat, LeaseRecord, Pin, sealed
 from deltasync.format.weights import Region, Weights
-from deltasync.interop.folder import Encoding, decode_folder, layout_deltas, open_folder
+from deltasync.interop.folder import Encoding, decode_folder, open_folder, tensor_deltas
 from deltasync.interop.folder import write_files as write_delta
 from deltasync.kernels import available
 from deltasync.kernels import load as load_kernels
@@ -42,6 +42,7 @@ from deltasync.replica.folder import RECORD_NAME, FolderTarget
 from deltasync.replica.mirror import MirrorRecord
 from deltasync.state import load
 from deltasync.store.memory import MemoryStore
+from deltasync.trainer.capture import capture
 from deltasync.upkeep.prune import Retention, plan_prune
 from deltasync.upkeep.verify import verify
 
@@ -186,7 +187,7 @@ def write_delta_folder(home: Path, encoding: Encoding) -> Path:
     """A folder as slime writes it, with one file."""
     folder = home / "weight_v000001"
     folder.mkdir()
-    deltas = layout_deltas(BOTH[0].layout, *BOTH)
+    deltas = tensor_deltas(BOTH[1], capture(BOTH[1], BOTH[0]))
     write_delta(folder, deltas, version=1, base_version=0, encoding=encoding, checksum_format="adler32")
     return folder
 
@@ -207,7 +208,7 @@ def read_delta_folder(data: bytes, suffix: str) -> object:
         [file] = path.glob(f"*{suffix}")
         file.write_bytes(data)
         folder = open_folder(path)
-        return None if folder is None else sorted(decode_folder(folder, BOTH[0]))
+        return None if folder is None else [changes.values.tolist() for changes in decode_folder(folder, BOTH[0])]
 
 
 def delta_folder(suffix: str, mutate: Callable[[Mutator, bytes, Others], bytes]) -> Target:

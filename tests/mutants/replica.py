@@ -7,8 +7,8 @@ MUTANTS = (
         name="divergence-ignored",
         harm="After a rollback of the feed a running replica repeats one error endlessly, or serves the old history.",
         path="src/deltasync/state.py",
-        old="        if self.version is None or goal.version < self.version:\n            return False\n",
-        new="        if self.version is None or goal.version >= 0:\n            return False\n",
+        old="first.start is None or first.manifest.parent_digest == self.digest:\n            return False\n",
+        new="first.start is None or first.manifest is not None:\n            return False\n",
         killers=(
             "tests/unit/test_replica_divergence.py::test_one_advance_repairs_a_mirror_of_another_history",
             "tests/unit/test_replica_divergence.py::test_a_running_follower_recovers_as_a_new_one_does",

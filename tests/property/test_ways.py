@@ -16,8 +16,7 @@ from deltasync.errors import NotFoundError
 from deltasync.feed.log import manifest_key
 from deltasync.feed.plan import Edge, Plan, plan
 from deltasync.format import keys
-from deltasync.format.weights import Weights
-from deltasync.state import zeros
+from deltasync.format.weights import Weights, zeros
 
 VERSIONS_MAX = 6
 

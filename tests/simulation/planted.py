@@ -7,21 +7,20 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from deltasync.blocks import encode_changes
+from deltasync.blocks import encode_changes, overwrite_all
 from deltasync.errors import ConflictError
 from deltasync.feed import upload
 from deltasync.feed.log import Log
 from deltasync.feed.upload import Upload
 from deltasync.format import keys
 from deltasync.format.manifest import PayloadRef
+from deltasync.past import Past
 from deltasync.replica import mirror
 from deltasync.replica.proved import ProvedTarget
 from deltasync.state import Applied
 from deltasync.store.leased import LEASE_S, LeasedStore
 from deltasync.store.patient import PatientStore
 from deltasync.trainer import pipeline, publisher
-from deltasync.trainer.anchoring import PastWeights
-from deltasync.trainer.capture import in_blocks
 from deltasync.trainer.pipeline import Pipeline
 from deltasync.trainer.versions import Metadata, Part, VersionWriter
 from deltasync.upkeep import prune
@@ -66,10 +65,9 @@ def _commit_before_payload() -> Iterator[None]:
 
 def _advance_early(self: Pipeline, job: Any, head: Any) -> Any:
     """As `_write_delta`, but the shadow is overwritten before the commit."""
-    changes = in_blocks(self.shadow.weights.layout, [] if job.capture is None else job.capture)
-    encoded = list(encode_changes(self.shadow.weights, changes))
-    for part in changes:
-        self.shadow._overwrite(part)
+    changes, weights = [] if job.capture is None else job.capture, self.shadow.require_weights()
+    encoded = list(encode_changes(weights, changes))
+    overwrite_all(weights, changes)
     metadata = Metadata(step=job.step, files=head.files, extra=job.extra)
     committed = self.versions.delta(encoded, head, metadata)
     self._advance(changes, committed)
@@ -130,7 +128,7 @@ PLANTED: dict[str, Plant] = {
     "changes for a target at another version": _patch(ProvedTarget, "_is_proved_at", lambda self, version: True),
     "replicas not respected by prune": _patch(prune, "is_live", lambda beat, now, **options: False),
     "captures not rebased": _patch(pipeline, "rebase", lambda layout, pending, sent, before: pending),
-    "anchor of a shadow that moves": _patch(PastWeights, "note", lambda self, replaced: None),
+    "anchor of a shadow that moves": _patch(Past, "keep", lambda self, before: None),
     "last rank left out": _patch(Part, "total", classmethod(lambda cls, parts: _total(parts[:-1] or parts))),
     "lease that knows only one thread": _patch(LeasedStore, "_require_held", _strict_lease),
     "floor by versions alone": _patch(

@@ -16,10 +16,10 @@ from deltasync.feed.plan import plan
 from deltasync.feed.upload import Upload
 from deltasync.files import make_folder
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Bits, Weights
-from deltasync.state import zeros
+from deltasync.format.weights import Bits, Weights, zeros
+from deltasync.state import State
 from deltasync.trainer.anchoring import AnchorBacklog, AnchorPolicy, Anchors
-from deltasync.trainer.capture import Shadow, capture, copy_into, lock_shadow, shadow_weights
+from deltasync.trainer.capture import capture, copy_into, lock_shadow, shadow_weights
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
 from deltasync.trainer.ranks import Message, Ranks, resume
 from deltasync.trainer.shards import Box, Shards, ShardWeights, chunk
@@ -212,9 +212,10 @@ class ShardedTrainer(Actor):
             room = shadow_weights(shards.local, path)
         state = ranks.agree("to this feed", None, lambda _: _open_feed(upload))
         upload.id = state.writer
-        shadow = Shadow(ShardWeights(shards.local, room.arrays, shards), state.head)
+        mine = ShardWeights(shards.local, room.arrays, shards)
+        shadow = State(mine, state.head)
         if state.head is not None:
-            resume(ranks, store, state.head, shadow.weights, shards, folder=self._folder)
+            resume(ranks, store, state.head, mine, shards, folder=self._folder)
         versions = VersionWriter(upload=upload, layout=LAYOUT, shards=shards, group=ranks)
         policy = AnchorPolicy(bytes_ratio=None, versions=config.anchor_versions)
         anchors = Anchors(replace(versions.beside(), group=anchor_ranks), shadow, policy, backlog=state.backlog)

@@ -31,9 +31,9 @@ from deltasync.format import keys
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.sealed import FloorRecord, Heartbeat
-from deltasync.format.weights import Weights
+from deltasync.format.weights import Weights, zeros
 from deltasync.state import State as HeldState
-from deltasync.state import load, zeros
+from deltasync.state import load
 from deltasync.upkeep.survey import is_given_up, reachable
 from deltasync.upkeep.verify import verify
 

@@ -15,8 +15,8 @@ from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
 from deltasync.feed.upload import LATE_S
 from deltasync.format import keys
-from deltasync.format.weights import Weights
-from deltasync.state import zeros
+from deltasync.format.weights import Weights, zeros
+from deltasync.past import Past
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
@@ -223,13 +223,8 @@ def test_it_goes_on_where_the_versions_before_it_were_pruned() -> None:
 def test_wrong_weights_write_no_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = Feed.of(5)
     compactor = Compactor(feed.store, levels=(4,))
-    apply = compactor._apply
-
-    def forgetful(*arguments: object) -> None:
-        apply(*arguments)  # type: ignore[arg-type]
-        compactor._windows[0].replaced.pop()
-
-    monkeypatch.setattr(compactor, "_apply", forgetful)
+    # A past that forgets what is replaced.
+    monkeypatch.setattr(Past, "keep", lambda past, before: None)
     with pytest.raises(CorruptError) as caught:
         list(compactor.advance())
     assert caught.value.rule == "skip.digest"

@@ -12,8 +12,8 @@ from deltasync.errors import CorruptError, DeltasyncError, NotFoundError
 from deltasync.feed.fetch import fetch
 from deltasync.format import keys
 from deltasync.format.sealed import FloorRecord
-from deltasync.format.weights import Weights
-from deltasync.state import load, zeros
+from deltasync.format.weights import Weights, zeros
+from deltasync.state import load
 from deltasync.upkeep.prune import Retention, plan_prune, prune
 
 

@@ -24,9 +24,8 @@ from deltasync.errors import InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.plan import plan
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef
-from deltasync.format.weights import Weights
+from deltasync.format.weights import Weights, zeros
 from deltasync.replica.target import Staged
-from deltasync.state import zeros
 from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import FaultyStore
 from deltasync.upkeep.prune import Retention, plan_prune, prune

@@ -5,17 +5,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from support.changes import by_tensor
 from support.feeds import paper
 
 from deltasync.errors import InvalidInputError
 from deltasync.format import limits
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Changes, PackedPositions
-from deltasync.state import zeros
+from deltasync.format.weights import Changes, PackedPositions, zeros
+from deltasync.state import State
 from deltasync.torch import device
 from deltasync.torch.device import DeviceCapture
 from deltasync.torch.tensors import _NAMES, TorchWeights
-from deltasync.trainer.capture import Shadow, capture, copy_into, tensors_of
+from deltasync.trainer.capture import capture, copy_into
 
 Tensors = dict[str, torch.Tensor]
 HEAD: Manifest = paper("anchor", 0)
@@ -44,15 +45,15 @@ def model(seed: int, dtype: torch.dtype) -> Tensors:
     }
 
 
-def shadow_of(tensors: Tensors, cast: torch.dtype | None) -> Shadow:
+def shadow_of(tensors: Tensors, cast: torch.dtype | None) -> State:
     source = TorchWeights(tensors, cast=cast)
     weights = zeros(source.layout)
     copy_into(weights, source)
-    return Shadow(weights, HEAD)
+    return State(weights, HEAD)
 
 
-def plain(found: list[object], shadow: Shadow) -> dict[str, tuple[list[int], list[int]]]:
-    changed = dict(tensors_of(shadow.weights.layout, found))  # type: ignore[arg-type]
+def plain(found: list[Changes], shadow: State) -> dict[str, tuple[list[int], list[int]]]:
+    changed = by_tensor(shadow.require_weights().layout, found)
     return {name: (indices.tolist(), values.tolist()) for name, (indices, values) in changed.items()}
 
 
@@ -69,7 +70,7 @@ def test_finds_what_the_host_finds(dtype: torch.dtype, cast: torch.dtype | None)
     shadow, on_device = shadow_of(old, cast), DeviceCapture()
     assert plain(on_device.find(shadow, old, cast), shadow) == {}
     found = plain(on_device.find(shadow, new, cast), shadow)
-    assert found == plain(capture(shadow.weights, TorchWeights(new, cast=cast)), shadow)
+    assert found == plain(capture(shadow.require_weights(), TorchWeights(new, cast=cast)), shadow)
     assert "counter" in found
 
 
@@ -90,11 +91,11 @@ def test_follows_the_shadow() -> None:
     shadow, on_device = shadow_of(states[0], None), DeviceCapture()
     for number, new in enumerate(states[1:]):
         found = on_device.find(shadow, new, None)
-        assert plain(found, shadow) == plain(capture(shadow.weights, TorchWeights(new)), shadow)
+        assert plain(found, shadow) == plain(capture(shadow.require_weights(), TorchWeights(new)), shadow)
         # Every second one is not committed: then the next is captured against the same shadow.
         if number % 2:
-            shadow.advance(found, HEAD)
-            shadow.advance(capture(shadow.weights, TorchWeights(states[2])), HEAD)
+            shadow.apply(found, HEAD)
+            shadow.apply(capture(shadow.require_weights(), TorchWeights(states[2])), HEAD)
 
 
 def test_a_capture_is_a_copy() -> None:
@@ -112,7 +113,7 @@ def test_the_copy_on_the_device_is_not_the_shadow() -> None:
     old = model(0, torch.float32)
     shadow, on_device = shadow_of(old, None), DeviceCapture()
     on_device.find(shadow, old, None)
-    shadow.weights.arrays[0][:] ^= 1
+    shadow.require_weights().arrays[0][:] ^= 1
     assert plain(on_device.find(shadow, old, None), shadow) == {}
 
 
@@ -122,7 +123,7 @@ def test_a_copy_that_could_not_be_updated_is_updated_later(monkeypatch: pytest.M
     shadow, on_device = shadow_of(old, None), DeviceCapture()
     captured = on_device.find(shadow, new, None)
     assert captured
-    shadow.advance(captured, paper("anchor", 1))
+    shadow.apply(captured, paper("anchor", 1))
     overwrite = device._DeviceShadow._overwrite
 
     def fail(copy: device._DeviceShadow, changes: Changes) -> None:

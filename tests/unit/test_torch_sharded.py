@@ -41,11 +41,12 @@ from deltasync.format.digest import layout_digest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.weights import Weights
+from deltasync.state import State
 from deltasync.store.memory import MemoryStore
 from deltasync.torch import ShardedPublisher
 from deltasync.torch.ranks import owned
 from deltasync.trainer.anchoring import Anchors
-from deltasync.trainer.capture import Shadow, capture, tensors_of
+from deltasync.trainer.capture import capture
 from deltasync.trainer.publisher import PublisherOptions
 from deltasync.trainer.ranks import Failure
 from deltasync.trainer.shards import Box, Shards, ShardWeights, Spans, chunk, cut, joined
@@ -328,21 +329,21 @@ def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Pat
         if rank == 0:
             upload.open()
         shards = shards_of(wholes[0].layout, rank, size)
-        shadow = Shadow(shard_of(wholes[0], shards), None)
-        plain = Weights(shards.local, shadow.weights.arrays)
+        mine = shard_of(wholes[0], shards)
+        shadow = State(mine)
+        plain = Weights(shards.local, mine.arrays)
         versions = VersionWriter(upload=upload, layout=wholes[0].layout, shards=shards, group=tables[0].seat(rank))
         advanced = threading.Event()
         anchors = Anchors(replace(versions, group=tables[1].seat(rank, advanced)), shadow, NEVER)
-        made = versions.anchor(shadow.weights, None, Metadata(step=0)).manifest
-        shadow.advance([], made)
+        made = versions.anchor(mine, None, Metadata(step=0)).manifest
+        shadow.apply([], made)
         for step, whole in enumerate(wholes[1:], 1):
             manifests.extend([made] * (rank == 0))
             captured = capture(plain, Weights(shards.local, shard_of(whole, shards).arrays))
-            changes = EncodedChanges(shadow.weights, captured)
+            changes = EncodedChanges(mine, captured)
             made = versions.delta(changes, made, Metadata(step=step)).manifest
             with shadow.lock:
-                anchors.note(dict(tensors_of(shards.local, shadow.bits_before(captured))))
-                shadow.advance(captured, made)
+                shadow.apply(captured, made)
                 if step == 2:
                     # It is written once version 3 has overwritten the shadow.
                     anchors.begin(made)
@@ -404,17 +405,17 @@ def test_payloads_that_one_rank_put_hours_before_the_other_are_put_again(kind: s
         if rank == 0:
             upload.open()
         shards = shards_of(wholes[0].layout, rank, 2)
-        shadow = Shadow(shard_of(wholes[0], shards), None)
+        mine = shard_of(wholes[0], shards)
         new = Weights(shards.local, shard_of(wholes[1], shards).arrays)
-        captured = capture(Weights(shards.local, shadow.weights.arrays), new)
+        captured = capture(Weights(shards.local, mine.arrays), new)
         prompt = VersionWriter(upload=upload, layout=wholes[0].layout, shards=shards, group=table.seat(rank))
         seat = Waiting(table, rank, sleep) if rank == early else table.seat(rank, hours_later)
         tired = replace(prompt, group=seat)
         if kind == "anchor":
-            tired.anchor(shadow.weights, None, Metadata(step=0))
+            tired.anchor(mine, None, Metadata(step=0))
         else:
-            made = prompt.anchor(shadow.weights, None, Metadata(step=0)).manifest
-            tired.delta(EncodedChanges(shadow.weights, captured), made, Metadata(step=1))
+            made = prompt.anchor(mine, None, Metadata(step=0)).manifest
+            tired.delta(EncodedChanges(mine, captured), made, Metadata(step=1))
 
     together(2, run)
     assert slept_s, "hours have passed"
@@ -429,10 +430,10 @@ def test_a_base_has_the_digest_of_all_ranks() -> None:
         upload, shards = Upload(store), shards_of(whole.layout, rank, 3)
         if rank == 0:
             upload.open()
-        shadow = Shadow(shard_of(whole, shards), None)
+        mine = shard_of(whole, shards)
         versions = VersionWriter(upload=upload, layout=whole.layout, shards=shards, group=table.seat(rank))
         base = BaseRef("some/checkpoint")
-        manifest = versions.base(shadow.weights, base, Metadata(step=0)).manifest
+        manifest = versions.base(mine, base, Metadata(step=0)).manifest
         assert (manifest.kind, manifest.payloads) == ("base", ())
         assert manifest.digest == blocks.digest(whole)
 

@@ -6,17 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.changes import by_tensor
 from torch import nn
 
 from deltasync.blocks import layout_runs
 from deltasync.errors import InvalidInputError
 from deltasync.format.layout import DTYPES
-from deltasync.format.weights import Weights
-from deltasync.state import zeros
+from deltasync.format.weights import Weights, zeros
 from deltasync.torch import tensors as module
 from deltasync.torch.tensors import TorchWeights, host_bits, layout_of, named_tensors, unwrapped
 from deltasync.trainer import capture as capturing
-from deltasync.trainer.capture import capture, copy_into, tensors_of
+from deltasync.trainer.capture import capture, copy_into
 
 TYPES = {name: dtype for dtype, name in module._NAMES.items()}
 
@@ -72,7 +72,7 @@ def test_every_type_and_stride(dtype: torch.dtype, view: Callable[[torch.Tensor]
     old, new = (view(random_bits((6, 5, 4), dtype, seed)) for seed in (0, 1))
     shadow = filled(TorchWeights({"a": old}))
     assert shadow.arrays[0].tobytes() == raw_bytes(old)
-    found = dict(tensors_of(shadow.layout, capture(shadow, TorchWeights({"a": new}))))
+    found = by_tensor(shadow.layout, capture(shadow, TorchWeights({"a": new})))
     a, b = (np.frombuffer(raw_bytes(t), shadow.arrays[0].dtype) for t in (old, new))
     at = np.flatnonzero(a != b)
     indices, values = found.get("a", (np.empty(0, int), np.empty(0, int)))
@@ -129,7 +129,7 @@ def test_rounds_as_torch_does(chunk: int, monkeypatch: pytest.MonkeyPatch) -> No
     shadow = filled(source)
     assert capture(shadow, source) == []
     shadow.arrays[0][::1000] ^= 1
-    found = dict(tensors_of(shadow.layout, capture(shadow, source)))
+    found = by_tensor(shadow.layout, capture(shadow, source))
     assert found["w"][0].tolist() == list(range(0, len(bits), 1000))
     assert np.array_equal(found["w"][1], bits[::1000])
 
@@ -148,7 +148,7 @@ def test_the_kernel_rounds_as_torch_does(is_uniform: bool, monkeypatch: pytest.M
     by_torch = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     expected = filled(TorchWeights(by_torch))
     shadow = Weights(expected.layout, tuple(~array for array in expected.arrays))
-    found = dict(tensors_of(shadow.layout, capture(shadow, source)))
+    found = by_tensor(shadow.layout, capture(shadow, source))
     for spec, bits in zip(expected.layout.tensors, expected.arrays, strict=True):
         assert np.array_equal(found[spec.name][1], bits), spec
     assert capture(expected, source) == []

@@ -6,26 +6,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.changes import ByTensor, by_tensor, in_blocks
 from support.feeds import paper
 from support.helpers import State, changed, same_bits, state
 
-from deltasync.blocks import Changed, encode_changed, encode_changes, encode_delta, layout_runs
+from deltasync import state as held
+from deltasync.blocks import encode_changes, encode_delta, layout_runs
 from deltasync.errors import InvalidInputError
 from deltasync.format import limits
-from deltasync.format.layout import Layout, TensorSpec
+from deltasync.format.layout import TensorSpec
 from deltasync.format.payload import Block
-from deltasync.format.weights import Bits, Region, Runs, Weights
+from deltasync.format.weights import Bits, Changes, Region, Runs, Weights
 from deltasync.trainer import capture as module
 from deltasync.trainer.capture import (
-    Capture,
-    Shadow,
     capture,
     capture_each,
     collect,
     copy_each,
     copy_into,
-    in_blocks,
-    tensors_of,
 )
 
 Tensors = list[tuple[TensorSpec, Bits]]
@@ -67,12 +65,8 @@ def differences(old: Weights, new: Weights) -> dict[str, tuple[list[int], list[i
     return found
 
 
-def plain(changes: Changed) -> dict[str, tuple[list[int], list[int]]]:
+def plain(changes: ByTensor) -> dict[str, tuple[list[int], list[int]]]:
     return {name: (indices.tolist(), values.tolist()) for name, (indices, values) in changes.items()}
-
-
-def by_tensor(layout: Layout, found: Capture) -> Changed:
-    return dict(tensors_of(layout, in_blocks(layout, found)))
 
 
 # Elements of a region, of a cell and compared at a time, and the changes after which a block ends.
@@ -89,7 +83,9 @@ def _sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "CACHED_ELEMENTS", cached)
 
 
-WAYS: dict[str, Callable[[Weights, Weights], Capture]] = {
+Way = Callable[[Weights, Weights], list[Changes]]
+
+WAYS: dict[str, Way] = {
     "all at once": capture,
     "on the fly": lambda shadow, new: capture(shadow, OnTheFly(new)),
     "one by one": lambda shadow, new: capture_each(shadow, one_by_one(new)),
@@ -108,24 +104,24 @@ PAIRS: dict[str, tuple[State, State]] = {
 @pytest.mark.usefixtures("_sizes", "every_kernels")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize(("old", "new"), PAIRS.values(), ids=PAIRS.keys())
-def test_every_way_finds_the_same(way: Callable[[Weights, Weights], Capture], old: State, new: State) -> None:
+def test_every_way_finds_the_same(way: Way, old: State, new: State) -> None:
     shadow, after = Weights.of(old), Weights.of(new)
     assert plain(by_tensor(shadow.layout, way(shadow, after))) == differences(shadow, after)
-    target = Shadow(Weights(shadow.layout, tuple(array.copy() for array in shadow.arrays)), None)
-    target.advance(in_blocks(shadow.layout, way(shadow, after)), paper("anchor", 0))
-    assert all(np.array_equal(a, b) for a, b in zip(target.weights.arrays, after.arrays, strict=True))
+    target = held.State(Weights(shadow.layout, tuple(array.copy() for array in shadow.arrays)))
+    target.apply(way(shadow, after), paper("anchor", 0))
+    assert all(np.array_equal(a, b) for a, b in zip(target.require_weights().arrays, after.arrays, strict=True))
 
 
 @pytest.mark.usefixtures("_sizes")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize(("old", "new"), PAIRS.values(), ids=PAIRS.keys())
-def test_a_capture_is_encoded_as_it_is(way: Callable[[Weights, Weights], Capture], old: State, new: State) -> None:
+def test_a_capture_is_encoded_as_it_is(way: Way, old: State, new: State) -> None:
     """The blocks are those of two states, and those of changes by tensor: the same runs and the same bytes."""
     shadow, after = Weights.of(old), Weights.of(new)
-    captured = in_blocks(shadow.layout, way(shadow, after))
+    captured = way(shadow, after)
     found = block_fields(encode_changes(shadow, captured))
     assert found == block_fields(encode_delta(shadow, after))
-    assert found == block_fields(encode_changed(shadow, dict(tensors_of(shadow.layout, captured))))
+    assert found == block_fields(encode_changes(shadow, in_blocks(shadow.layout, by_tensor(shadow.layout, captured))))
     assert bool(found) == bool(differences(shadow, after))
 
 
@@ -137,7 +133,7 @@ def test_bits_are_compared_and_not_numbers() -> None:
     """An unchanged NaN is no change; another NaN is one, and so is -0.0 for 0.0."""
     old = {"w": np.array([0x7FC00000, 0x7FC00000, 0, 0x7F800000], np.uint32).view(np.float32)}
     new = {"w": np.array([0x7FC00000, 0x7FC00001, 1 << 31, 0x7F800000], np.uint32).view(np.float32)}
-    found = dict(tensors_of(Weights.of(old).layout, capture(Weights.of(old), Weights.of(new))))
+    found = by_tensor(Weights.of(old).layout, capture(Weights.of(old), Weights.of(new)))
     assert plain(found) == {"w": ([1, 2], [0x7FC00001, 1 << 31])}
 
 

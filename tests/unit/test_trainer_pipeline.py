@@ -60,7 +60,7 @@ def test_with_wait_the_next_capture_comes_after_the_commit(wait: bool) -> None:
     seen = []
 
     def find(shadow: Any) -> Any:
-        seen.append(shadow.head.version)
+        seen.append(shadow.version)
         gate.open()
         return capture(shadow.weights, Weights.of(nth(2)))
 

@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.changes import ByTensor, by_tensor, in_blocks
 from support.feeds import paper
 
-from deltasync.blocks import Changed, check_changed, detect, layout_runs
+from deltasync import blocks as cuts
+from deltasync.blocks import detect, layout_runs
 from deltasync.format import limits
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Changes, PackedPositions, Weights, index_dtype
-from deltasync.state import zeros
+from deltasync.format.weights import Changes, PackedPositions, Weights, index_dtype, zeros
+from deltasync.state import State
 from deltasync.trainer import capture as module
-from deltasync.trainer.capture import Shadow, TensorChanges, in_blocks, rebase, tensors_of
+from deltasync.trainer.capture import rebase
 
 SHAPES = {"a": ("BF16", (7, 9)), "b": ("F32", (5,)), "c": ("BF16", (130,)), "none": ("BF16", (0, 3)), "z": ("I64", ())}
 HEAD: Manifest = paper("anchor", 3)
@@ -42,7 +44,8 @@ class Cuts:
 def _cuts(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_WINDOW", request.param.window)
-        patch.setattr(module, "layout_runs", partial(layout_runs, elements=request.param.run))
+        for one in (module, cuts):
+            patch.setattr(one, "layout_runs", partial(layout_runs, elements=request.param.run))
         patch.setattr(limits, "CELL_ELEMENTS", request.param.cell)
         patch.setattr(limits, "BLOCK_CHANGES_SOFT", request.param.changes)
         yield
@@ -55,7 +58,7 @@ def weights(rng: np.random.Generator, values: int) -> Weights:
     )
 
 
-def differences(old: Weights, new: Weights) -> dict[str, TensorChanges]:
+def differences(old: Weights, new: Weights) -> ByTensor:
     """By NumPy alone."""
     found = {}
     for spec, a, b in zip(LAYOUT.tensors, old.arrays, new.arrays, strict=True):
@@ -69,7 +72,7 @@ def copy(of: Weights) -> Weights:
     return Weights(of.layout, tuple(array.copy() for array in of.arrays))
 
 
-def plain(changed: Changed) -> dict[str, tuple[list[int], list[int]]]:
+def plain(changed: ByTensor) -> dict[str, tuple[list[int], list[int]]]:
     return {name: (indices.tolist(), values.tolist()) for name, (indices, values) in changed.items()}
 
 
@@ -83,22 +86,21 @@ def test_a_rebased_capture_leads_to_the_same_weights(drawn: tuple[int, int]) -> 
     seed, values = drawn
     rng = np.random.default_rng(seed)
     old, first, second = (weights(rng, values) for _ in range(3))
-    shadow = Shadow(copy(old), None)
+    shadow = State(copy(old), None)
     rebased = advanced(shadow, differences(old, first), differences(old, second))
-    check_changed(LAYOUT, rebased)
     # Not one element more or less than the difference: a publication without changes must have none.
     assert plain(rebased) == plain(differences(first, second))
-    shadow.advance(in_blocks(LAYOUT, rebased), HEAD)
-    assert all(np.array_equal(a, b) for a, b in zip(shadow.weights.arrays, second.arrays, strict=True))
+    shadow.apply(in_blocks(LAYOUT, rebased), HEAD)
+    assert all(np.array_equal(a, b) for a, b in zip(shadow.require_weights().arrays, second.arrays, strict=True))
 
 
-def advanced(shadow: Shadow, sent: dict[str, TensorChanges], pending: dict[str, TensorChanges]) -> Any:
+def advanced(shadow: State, sent: ByTensor, pending: ByTensor) -> Any:
     """`pending` after the shadow has advanced by `sent`."""
     blocks = in_blocks(LAYOUT, sent)
     before = shadow.bits_before(blocks)
-    shadow.advance(blocks, HEAD)
+    shadow.apply(blocks, HEAD)
     (rebased,) = rebase(LAYOUT, [in_blocks(LAYOUT, pending)], blocks, before)
-    return dict(tensors_of(LAYOUT, rebased))
+    return by_tensor(LAYOUT, rebased)
 
 
 @relaxed
@@ -108,7 +110,7 @@ def test_rebased_again_and_again(seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     chain = [weights(rng, 3) for _ in range(count + 1)]
     last = weights(rng, 3)
-    shadow, pending = Shadow(copy(chain[0]), None), differences(chain[0], last)
+    shadow, pending = State(copy(chain[0]), None), differences(chain[0], last)
     for old, new in pairwise(chain):
         pending = advanced(shadow, differences(old, new), pending)
     assert plain(pending) == plain(differences(chain[-1], last))
@@ -127,12 +129,12 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 
 @pytest.mark.parametrize(("old", "sent", "pending"), CASES.values(), ids=CASES.keys())
 def test_rebase_by_hand(old: list[int], sent: list[int], pending: list[int]) -> None:
-    def change(to: list[int]) -> dict[str, TensorChanges]:
+    def change(to: list[int]) -> ByTensor:
         at = [i for i, (a, b) in enumerate(zip(old, to, strict=True)) if a != b]
         return {"a": (np.array(at, np.uint32), np.array([to[i] for i in at], np.uint16))} if at else {}
 
-    shadow = Shadow(zeros(LAYOUT), None)
-    shadow.weights.arrays[0][: len(old)] = old
+    shadow = State(zeros(LAYOUT), None)
+    shadow.require_weights().arrays[0][: len(old)] = old
     found = advanced(shadow, change(sent), change(pending))
     expected = {i: b for i, (a, b) in enumerate(zip(sent, pending, strict=True)) if a != b}
     indices, values = found.get("a", (np.empty(0), np.empty(0)))
@@ -142,15 +144,14 @@ def test_rebase_by_hand(old: list[int], sent: list[int], pending: list[int]) -> 
 
 @relaxed
 @given(states, st.integers(1, 200))
-def test_tensors_of_finds_what_a_plain_loop_finds(drawn: tuple[int, int], elements: int) -> None:
+def test_blocks_have_what_a_plain_loop_finds(drawn: tuple[int, int], elements: int) -> None:
     """Pieces cut anywhere: tensors lie across their borders, and several in one piece."""
     seed, values = drawn
     rng = np.random.default_rng(seed)
     old, new = weights(rng, values), weights(rng, values)
     captured = [changes for piece in layout_runs(LAYOUT, elements=elements) for changes in detect(old, new, piece)]
-    found = dict(tensors_of(LAYOUT, captured))
+    found = by_tensor(LAYOUT, captured)
     assert plain(found) == plain(differences(old, new))
-    check_changed(LAYOUT, found)
 
 
 @pytest.mark.parametrize(("elements", "expected"), [(1, "u4"), (1 << 32, "u4"), ((1 << 32) + 1, "u8")])
@@ -165,7 +166,7 @@ def test_indices_beyond_four_bytes() -> None:
     far = (1 << 32) + 5
     runs = np.array([[0, 0, 10], [1, far, 20]], np.int64)
     changes = Changes(runs, np.array([3, 10, 29], np.uint32), np.array([1, 2, 3], np.uint8))
-    found = dict(tensors_of(layout, [changes]))
+    found = by_tensor(layout, [changes])
     assert plain(found) == {"a": ([3], [1]), "b": ([far, far + 19], [2, 3])}
 
 
@@ -183,12 +184,12 @@ def test_rebase_uses_up_what_it_is_given() -> None:
     """Several captures wait, and nothing of what was sent stays in memory."""
     rng = np.random.default_rng(0)
     old, first, *later = (weights(rng, 3) for _ in range(4))
-    shadow = Shadow(copy(old), None)
+    shadow = State(copy(old), None)
     sent = in_blocks(LAYOUT, differences(old, first))
     before = shadow.bits_before(sent)
     captures = [in_blocks(LAYOUT, differences(old, state)) for state in later]
     found = rebase(LAYOUT, captures, sent, before)
-    assert [plain(dict(tensors_of(LAYOUT, one))) for one in found] == [plain(differences(first, s)) for s in later]
+    assert [plain(by_tensor(LAYOUT, one)) for one in found] == [plain(differences(first, s)) for s in later]
     assert not any((*captures, sent, before))
 
 
@@ -196,7 +197,7 @@ def test_no_block_is_lost_in_silence() -> None:
     """A capture that is not cut as the layout is cannot be rebased."""
     rng = np.random.default_rng(0)
     old, first, second = (weights(rng, 3) for _ in range(3))
-    shadow = Shadow(copy(old), None)
+    shadow = State(copy(old), None)
     sent = in_blocks(LAYOUT, differences(old, first))
     captured = in_blocks(LAYOUT, differences(old, second))[::-1]
     with pytest.raises(ValueError, match="some of them were not rebased"):

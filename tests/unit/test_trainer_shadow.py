@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support.changes import by_tensor
 from support.feeds import paper
 from support.helpers import changed, state
 
@@ -13,7 +14,8 @@ from deltasync.checkpoint import create_file
 from deltasync.errors import InvalidInputError
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Weights
-from deltasync.trainer.capture import Shadow, capture, copy_into, lock_shadow, shadow_weights, tensors_of
+from deltasync.state import State
+from deltasync.trainer.capture import capture, copy_into, lock_shadow, shadow_weights
 
 HEAD: Manifest = paper("anchor", 3)
 
@@ -27,19 +29,18 @@ def test_the_bits_before_an_advance_take_it_back(is_mapped: bool, tmp_path: Path
     old, new = Weights.of(state()), Weights.of(changed(state()))
     weights = shadow_weights(old.layout, tmp_path / "shadow" if is_mapped else None)
     copy_into(weights, old)
-    shadow = Shadow(weights, None)
-    copied: list[object] = []
-    shadow.copies.append(copied.append)
+    shadow = State(weights)
+    missed = shadow.missed()
     found = capture(weights, new)
     before = shadow.bits_before(found)
-    shadow.advance(found, HEAD)
+    shadow.apply(found, HEAD)
     assert equal(weights, new)
-    assert shadow.head is HEAD
-    assert copied == [found]
+    assert shadow.at is HEAD
+    assert missed == [found]
     assert all(a.held is b.held for a, b in zip(before, found, strict=True))
-    for name, (indices, values) in tensors_of(old.layout, before):
+    for name, (indices, values) in by_tensor(old.layout, before).items():
         assert np.array_equal(values, old.arrays[old.layout.ordinals[name]][indices])
-    shadow.advance(before, HEAD)
+    shadow.apply(before, HEAD)
     assert equal(weights, old)
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.errors import InvalidInputError
+from deltasync.errors import CorruptError, InvalidInputError
 from deltasync.format.layout import DType, Layout, TensorSpec, dtype_of
 
 Bits = NDArray[np.unsignedinteger]
@@ -115,6 +116,26 @@ class Weights:
             runs=np.column_stack((local.reshape(-1), runs[:, 1], runs[:, 2])).astype(np.int64),
             keys=region_keys(self.layout, runs),
         )
+
+
+_ALIGNED = 64
+"""Where the memory of a tensor begins: at multiples of this many bytes, as lines of the cache do."""
+
+
+def zeros(layout: Layout) -> Weights:
+    """Weights to be overwritten; CorruptError, with the size, if there is no memory for them."""
+    ends = list(accumulate(-(-t.nbytes // _ALIGNED) * _ALIGNED for t in layout.tensors))
+    try:
+        # In one piece, which NumPy asks the system to back with huge pages: small tensors would have none.
+        memory = np.zeros(ends[-1] if ends else 0, np.uint8)
+        starts = zip([0, *ends], layout.tensors, strict=False)
+        return Weights(layout, tuple(memory[at : at + t.nbytes].view(t.dtype.bits_dtype) for at, t in starts))
+    except MemoryError as error:
+        raise CorruptError(
+            f"there is no memory for the {layout.nbytes} bytes of this layout",
+            rule="layout.memory",
+            hint="if the model is that large, use a machine with more memory",
+        ) from error
 
 
 def region_keys(layout: Layout, runs: Runs) -> NDArray[np.uint64]:

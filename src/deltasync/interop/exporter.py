@@ -7,32 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
-
 from deltasync import arguments
 from deltasync.checkpoint import new_checkpoint, require_space
-from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
-from deltasync.feed.fetch import fetch_payloads
+from deltasync.errors import CorruptError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.files import find_files
-from deltasync.feed.log import Log, manifest_key
-from deltasync.feed.plan import Edge
-from deltasync.feed.route import require_digest
+from deltasync.feed.log import Log
+from deltasync.feed.route import Route
 from deltasync.files import make_folder, release_folder, sync_file, sync_folder, temporary_folder_beside
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import canonical_json, parse_object
-from deltasync.format.weights import Weights, tensor_parts
 from deltasync.interop.folder import (
     ChecksumFormat,
     Encoding,
     TensorDelta,
     folder_name,
-    layout_deltas,
     list_folders,
+    tensor_deltas,
     write_files,
 )
 from deltasync.parallel import Closable
-from deltasync.state import State, load
+from deltasync.state import Applied, State
 from deltasync.store import Feed, opened
 
 MARK = "deltasync-export.json"
@@ -90,7 +85,9 @@ class Exporter(Closable):
         self._feed = feed
         self._log: Log | None = None
         self._resources = ExitStack()
-        self._held: State | None = None
+        self._state = State()
+        self._last: Manifest | None = None
+        """The version of the last folder."""
 
     def close(self) -> None:
         """Release the feed."""
@@ -101,71 +98,51 @@ class Exporter(Closable):
         if self._log is None:
             self._log = Log(self._resources.enter_context(opened(self._feed)))
         log = self._log
-        if self._held is None:
-            self._held = self._resumed(log)
-        if self._held is None:
+        last = self._resumed(log) if self._last is None else self._last
+        if last is None:
             target = self._first(log)
-            weights = load(log, target, base=self._base)
-            exported = self._write_checkpoint(log, target, weights)
-            self._held = State(weights, target)
-            return exported
-        state, held = self._held, self._held.at
-        if held is None:
-            raise InvalidInputError("the weights are of no version")
-        try:
-            target = log.read(held.version + 1)
-        except NotFoundError:
-            return None
-        if (floor := log.floor()) > target.version:
-            target = log.read(floor)
-        if target.kind == "delta" and target.parent == held.version and target.parent_digest == held.digest:
-            # After an error these weights may be of no version: they are loaded again.
-            self._held = None
+            self._go_to(log, target)
+            exported = self._write_checkpoint(log, target)
+        else:
             try:
-                deltas = self._applied(log, target, state)
-            except (CorruptError, FormatError, MismatchError, NotFoundError):
-                return self._write_difference(log, held, target)
-            exported = self._write_delta(held, target, deltas)
-            self._held = state
-            return exported
-        return self._write_difference(log, held, target)
+                target = log.read(last.version + 1)
+            except NotFoundError:
+                return None
+            if (floor := log.floor()) > target.version:
+                target = log.read(floor)
+            exported = self._write_next(log, last, target)
+        self._last = target
+        return exported
 
     def _first(self, log: Log) -> Manifest:
         """The version to start with: the oldest that is kept, so that no later one is left out, unless one is given."""
         head = log.require_head()
         return log.read(min(log.floor(), head.version) if self._start is None else self._start)
 
-    def _applied(self, log: Log, target: Manifest, state: State) -> list[TensorDelta]:
-        """Overwrite the weights with a version, prove them, and return what changed."""
-        weights = state.require_weights()
-        edge, layout = Edge(manifest_key(target), target), weights.layout
-        staged = state.stage(edge, fetch_payloads(log.store, [target]))
-        found: dict[int, list[np.ndarray]] = {}
-        for changes in staged:
-            for ordinal, indices, _ in tensor_parts(layout, changes):
-                found.setdefault(ordinal, []).append(indices)
-        deltas = []
-        for ordinal, parts in sorted(found.items()):
-            indices, array = np.concatenate(parts), weights.arrays[ordinal]
-            deltas.append(TensorDelta(layout.tensors[ordinal], indices, array[indices], array))
-        state.apply(staged, target)
-        # A folder has whole tensors, also where nothing changed.
-        require_digest(edge, weights)
-        return deltas
+    def _go_to(self, log: Log, target: Manifest) -> None:
+        self._state.advance(Route(log, target, base=self._base))
 
-    def _write_difference(self, log: Log, held: Manifest, target: Manifest) -> Exported:
-        """The folder of a version whose own delta cannot be used: its weights are compared with those before."""
-        new = load(log, target, base=self._base)
-        old = load(log, held, base=self._base) if self._held is None else self._held.require_weights()
-        if old.layout != new.layout:
-            exported = self._write_checkpoint(log, target, new)
-        else:
-            exported = self._write_delta(held, target, layout_deltas(new.layout, old, new))
-        self._held = State(new, target)
-        return exported
+    def _write_next(self, log: Log, last: Manifest, target: Manifest) -> Exported:
+        """The folder of a version: what it changed, or all weights where they have another layout."""
+        state = self._state
+        # A folder has whole tensors, also where nothing changes.
+        if not state.is_sound():
+            state.discard(Applied())
+        # Another process wrote the last folder, or an attempt to write the next one failed.
+        if state.version != last.version:
+            self._go_to(log, last)
+        past = state.past(over_anchors=True)
+        state.pasts.append(past)
+        try:
+            self._go_to(log, target)
+        finally:
+            state.pasts.remove(past)
+        if past.is_lost:
+            return self._write_checkpoint(log, target)
+        return self._write_delta(last, target, tensor_deltas(state.require_weights(), past.difference()))
 
-    def _write_checkpoint(self, log: Log, target: Manifest, weights: Weights) -> Exported:
-        path = self._root / folder_name(target.version)
+    def _write_checkpoint(self, log: Log, target: Manifest) -> Exported:
+        path, weights = self._root / folder_name(target.version), self._state.require_weights()
         make_folder(self._root)
         beside = {**find_files(log, target, trust_code=self._trust_code), MARK: _mark(target)}
 
@@ -173,9 +150,7 @@ class Exporter(Closable):
             empty.copy_from(weights)
         return Exported(path, target.version, None, weights.layout.nbytes)
 
-    def _write_delta(
-        self, held: Manifest, target: Manifest, deltas: list[TensorDelta] | Iterator[TensorDelta]
-    ) -> Exported:
+    def _write_delta(self, last: Manifest, target: Manifest, deltas: Iterator[TensorDelta]) -> Exported:
         path = self._root / folder_name(target.version)
         require_space(path, target.nbytes)
         if path.exists():
@@ -185,7 +160,7 @@ class Exporter(Closable):
                 temporary,
                 deltas,
                 version=target.version,
-                base_version=held.version,
+                base_version=last.version,
                 encoding=self._encoding,
                 checksum_format=self._checksum_format,
             )
@@ -195,10 +170,10 @@ class Exporter(Closable):
             sync_folder(temporary)
             os.replace(temporary, path)
         sync_folder(self._root)
-        return Exported(path, target.version, held.version, nbytes)
+        return Exported(path, target.version, last.version, nbytes)
 
-    def _resumed(self, log: Log) -> State | None:
-        """The version of the last folder that is there, and its weights; None if there is no folder."""
+    def _resumed(self, log: Log) -> Manifest | None:
+        """The version of the last folder that is there; None if there is no folder."""
         folders = list_folders(self._root) if self._root.exists() else {}
         if not folders:
             return None
@@ -220,7 +195,7 @@ class Exporter(Closable):
                 version=version,
                 hint="it was exported from another feed: choose an empty folder",
             )
-        return State(load(log, manifest, base=self._base), manifest)
+        return manifest
 
 
 def _mark(manifest: Manifest) -> bytes:

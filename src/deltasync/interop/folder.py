@@ -17,23 +17,21 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.blocks import CutTensors
 from deltasync.checkpoint import INDEX_NAME, WHOLE_NAME
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.files import read_range, reader, sync_file
 from deltasync.format import limits
-from deltasync.format.layout import DTYPES, Layout, TensorSpec
+from deltasync.format.layout import DTYPES, TensorSpec
 from deltasync.format.safetensors import header_bytes, read_header
 from deltasync.format.sealed import canonical_json, parse_object
-from deltasync.format.weights import Bits, Weights, index_dtype
+from deltasync.format.weights import Bits, Changes, Weights, index_dtype, tensor_parts
 from deltasync.parallel import each
 
 Encoding = Literal["xor", "overwrite"]
 """`xor`: the old bytes XOR the new ones. `overwrite`: how many bytes changed, where, and their new values."""
 
 ChecksumFormat = Literal["adler32", "xxh3-128", "blake3"]
-
-TensorChanges = tuple[NDArray[np.unsignedinteger], Bits]
-"""Ascending indices and new bits of one tensor."""
 
 SHARD_BYTES = 2 << 30
 """A file ends once its tensors have this size."""
@@ -196,7 +194,7 @@ def _read_tensors(file: Path, names: list[str]) -> Iterator[EncodedTensor]:
 # From folder to changes
 
 
-def decode_folder(folder: DeltaFolder, weights: Weights) -> dict[str, TensorChanges]:
+def decode_folder(folder: DeltaFolder, weights: Weights) -> list[Changes]:
     """The changes of a folder for `weights`, which hold the version that it leads from and are not changed.
 
     Every tensor is compared with its checksum: MismatchError if one differs, because the folder is damaged or was made
@@ -211,11 +209,15 @@ def decode_folder(folder: DeltaFolder, weights: Weights) -> dict[str, TensorChan
                 hint="the feed was begun with another checkpoint than the trainer was",
             )
     _require_modules(folder.checksum_format)
-    changes = each(partial(_decode_tensor, folder, weights), folder.tensors)
-    return {tensor.name: found for tensor, found in zip(folder.tensors, changes, strict=True) if len(found[0])}
+    cut = CutTensors(weights.layout)
+    for ordinal, indices, values in each(partial(_decode_tensor, folder, weights), folder.tensors):
+        cut.add(ordinal, indices, values)
+    return cut.blocks()
 
 
-def _decode_tensor(folder: DeltaFolder, weights: Weights, tensor: EncodedTensor) -> TensorChanges:
+def _decode_tensor(
+    folder: DeltaFolder, weights: Weights, tensor: EncodedTensor
+) -> tuple[int, NDArray[np.unsignedinteger], Bits]:
     ordinal = weights.layout.ordinals[tensor.name]
     old = weights.arrays[ordinal]
     with tensor.file.open("rb") as file:
@@ -240,7 +242,7 @@ def _decode_tensor(folder: DeltaFolder, weights: Weights, tensor: EncodedTensor)
             key=str(tensor.file),
             hint="the file is damaged, or the trainer began with other weights than the feed; nothing was published",
         )
-    return indices.astype(index_dtype(weights.layout, ordinal)), new[indices]
+    return ordinal, indices.astype(index_dtype(weights.layout, ordinal)), new[indices]
 
 
 def _overwritten(data: bytes, old: Bits, place: str) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
@@ -375,12 +377,16 @@ def checksum(checksum_format: ChecksumFormat, bits: Bits) -> str:
     return cast(str, hasher(data).hexdigest())
 
 
-def layout_deltas(layout: Layout, old: Weights, new: Weights) -> Iterator[TensorDelta]:
-    """The changes between two states of one layout."""
-    for spec, before, after in zip(layout.tensors, old.arrays, new.arrays, strict=True):
-        indices = np.flatnonzero(before != after)
-        if len(indices):
-            yield TensorDelta(spec, indices, before[indices], after)
+def tensor_deltas(after: Weights, replaced: Iterable[Changes]) -> Iterator[TensorDelta]:
+    """What changed, tensor by tensor, from the bits that were replaced."""
+    parts: dict[int, list[tuple[NDArray[np.unsignedinteger], Bits]]] = {}
+    for changes in replaced:
+        for ordinal, indices, before in tensor_parts(after.layout, changes):
+            parts.setdefault(ordinal, []).append((indices, before))
+    for ordinal in sorted(parts):
+        found = sorted(parts.pop(ordinal), key=lambda part: int(part[0][0]))
+        indices, before = np.concatenate([at for at, _ in found]), np.concatenate([bits for _, bits in found])
+        yield TensorDelta(after.layout.tensors[ordinal], indices, before, after.arrays[ordinal])
 
 
 _CHECKSUM_MODULES = {"adler32": (), "xxh3-128": ("xxhash",), "blake3": ("blake3",)}

@@ -10,17 +10,17 @@ from deltasync import arguments
 from deltasync.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from deltasync.errors import InvalidInputError, MismatchError, NotFoundError
 from deltasync.format.manifest import Manifest
+from deltasync.format.weights import Changes
 from deltasync.interop.folder import (
     DeltaFolder,
-    TensorChanges,
     decode_folder,
     folder_name,
     folder_version,
     list_folders,
     open_folder,
 )
+from deltasync.state import State
 from deltasync.store import Feed
-from deltasync.trainer.capture import Shadow
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.watch import FolderPublisher, SettledFolders
@@ -145,8 +145,8 @@ class Importer(FolderPublisher):
                 hint=f"put {folder_name(last + 1)} back, or pass --base CHECKPOINT --restart if training began again",
             )
 
-        def find(shadow: Shadow) -> dict[str, TensorChanges]:
-            return decode_folder(folder, shadow.weights)
+        def find(shadow: State) -> list[Changes]:
+            return decode_folder(folder, shadow.require_weights())
 
         self._newest = publisher.publish_changes(find, step=version, extra=extra)
         return self._newest

@@ -13,8 +13,9 @@ from deltasync.blocks import cut_changes, layout_runs
 from deltasync.format import limits
 from deltasync.format.layout import Layout
 from deltasync.format.weights import Bits, Changes, Runs, tensor_parts
+from deltasync.state import State
 from deltasync.torch.tensors import as_bits, dtype_of, layout_of
-from deltasync.trainer.capture import Shadow, require_same
+from deltasync.trainer.capture import require_same
 
 
 class DeviceCapture:
@@ -23,14 +24,13 @@ class DeviceCapture:
     def __init__(self) -> None:
         self._copy: _DeviceShadow | None = None
 
-    def find(self, shadow: Shadow, tensors: Mapping[str, torch.Tensor], cast: torch.dtype | None) -> list[Changes]:
+    def find(self, shadow: State, tensors: Mapping[str, torch.Tensor], cast: torch.dtype | None) -> list[Changes]:
         """What differs from the shadow, whose lock is held."""
         layout = layout_of(tensors, cast=cast)
-        require_same(shadow.weights.layout, layout)
+        require_same(shadow.require_weights().layout, layout)
         device = next(iter(tensors.values())).device
         if self._copy is None:
             self._copy = _DeviceShadow(shadow, device)
-            shadow.copies.append(self._copy.note)
         compared = []
         for runs in layout_runs(layout, elements=limits.BLOCK_ELEMENTS_MAX):
             new = _cat(list(_flat(tensors, layout, runs, cast)))
@@ -50,15 +50,12 @@ class DeviceCapture:
 class _DeviceShadow:
     """The shadow's bits on the device, one flat tensor for each."""
 
-    def __init__(self, shadow: Shadow, device: torch.device) -> None:
-        weights = shadow.weights
+    def __init__(self, shadow: State, device: torch.device) -> None:
+        weights = shadow.require_weights()
         self._layout = weights.layout
         self._tensors = [_from_host(array, device) for array in weights.arrays]
-        self._missed: list[list[Changes]] = []
-
-    def note(self, blocks: list[Changes]) -> None:
-        """Called in another thread when the shadow advances: the device is updated when it is used next."""
-        self._missed.append(list(blocks))
+        self._missed = shadow.missed()
+        """What the shadow was overwritten with since: the device is updated when it is used next."""
 
     def bits(self, runs: Runs) -> torch.Tensor:
         """The bits of some elements."""

@@ -18,13 +18,14 @@ from deltasync.files import make_folder
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.weights import Changes, Weights
+from deltasync.state import State
 from deltasync.store import Feed
 from deltasync.torch.publisher import TorchPublisher
 from deltasync.torch.ranks import TorchRanks, owned
 from deltasync.torch.tensors import TorchState, TorchWeights, layout_of, named_tensors, unwrapped
 from deltasync.trainer.anchoring import AnchorBacklog, Anchors
 from deltasync.trainer.background import BackgroundPruner
-from deltasync.trainer.capture import Shadow, capture, copy_into, lock_shadow, require_same, shadow_weights
+from deltasync.trainer.capture import capture, copy_into, lock_shadow, require_same, shadow_weights
 from deltasync.trainer.events import Publication
 from deltasync.trainer.exit import finish_at_exit
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
@@ -77,7 +78,7 @@ class ShardedPublisher(TorchPublisher):
     @property
     def head(self) -> Manifest | None:
         """The version that was committed last, by this publisher or before it."""
-        return None if self._opened is None else self._opened.pipeline.shadow.head
+        return None if self._opened is None else self._opened.pipeline.head
 
     def publish(
         self,
@@ -135,13 +136,14 @@ class ShardedPublisher(TorchPublisher):
         opened.shards.require(boxes)
         source = TorchWeights(tensors, cast=self._dtype)
         if not opened.pipeline.is_filled:
-            copy_into(shadow.weights, source)
+            copy_into(shadow.require_weights(), source)
             return None
         devices = {tensor.device for tensor in tensors.values()}
         if self._on_device is not None and len(devices) == 1 and devices != {torch.device("cpu")}:
             return self._on_device.find(shadow, tensors, self._dtype)
         # No digest is computed of what is compared, so that a run need not be contiguous in the whole tensor.
-        return capture(Weights(shadow.weights.layout, shadow.weights.arrays), source)
+        mine = shadow.require_weights()
+        return capture(Weights(mine.layout, mine.arrays), source)
 
     def _shard(self, weights: TorchState, layout: Layout, rank: int) -> tuple[list[Box], dict[str, torch.Tensor]]:
         """The box and the elements of each tensor of the layout that this rank publishes."""
@@ -171,9 +173,10 @@ class ShardedPublisher(TorchPublisher):
         state = ranks.agree("to this feed", shards.local.elements, decide)
         # All ranks are one writer: each of them can recognize its versions.
         self._upload.id = state.writer
-        shadow = Shadow(ShardWeights(shards.local, room.arrays, shards), state.head)
+        mine = ShardWeights(shards.local, room.arrays, shards)
+        shadow = State(mine, state.head)
         if state.head is not None:
-            resume(ranks, self._store, state.head, shadow.weights, shards, folder=self._shadow_folder)
+            resume(ranks, self._store, state.head, mine, shards, folder=self._shadow_folder)
         options = self._options
         versions = VersionWriter(upload=self._upload, layout=layout, shards=shards, group=ranks)
         # Anchors have a group of their own: versions and anchors are agreed on in two threads.

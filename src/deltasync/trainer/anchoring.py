@@ -9,14 +9,12 @@ import threading
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 
-from deltasync.blocks import Changed, put_back
 from deltasync.errors import InvalidInputError
 from deltasync.feed.plan import Plan
-from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Region, Runs
 from deltasync.parallel import Pool
-from deltasync.trainer.capture import Shadow
+from deltasync.past import Past
+from deltasync.state import State
 from deltasync.trainer.events import AnchorProgress, CommittedVersion, Observer, logging_observer_error
 from deltasync.trainer.versions import VersionWriter
 
@@ -75,38 +73,13 @@ def _anchor_bytes(manifest: Manifest) -> int:
     return manifest.nbytes if manifest.kind == "anchor" else manifest.elements * 4 // 3
 
 
-class PastWeights:
-    """The weights of the version at which the shadow was when this object was created."""
-
-    def __init__(self, shadow: Shadow) -> None:
-        self._shadow = shadow
-        self._replaced: list[Changed] = []
-
-    @property
-    def layout(self) -> Layout:
-        return self._shadow.weights.layout
-
-    def note(self, replaced: Changed) -> None:
-        """Keep bits that the shadow overwrites. Called with its lock held."""
-        self._replaced.append(replaced)
-
-    def region(self, runs: Runs) -> Region:
-        """A copy of some elements, as they were."""
-        with self._shadow.lock:
-            region = self._shadow.weights.region(runs)
-            bits = region.gather()
-            replaced = list(self._replaced)
-        put_back(self.layout, runs, bits, replaced)
-        return region.holding(bits)
-
-
 class Anchors:
     """Decides when an anchor is due and writes it in a worker thread. All state is guarded by the shadow's lock."""
 
     def __init__(
         self,
         versions: VersionWriter,
-        shadow: Shadow,
+        shadow: State,
         policy: AnchorPolicy,
         *,
         backlog: AnchorBacklog | None = None,
@@ -118,26 +91,15 @@ class Anchors:
         self._observer = observer
         self._pool = Pool(1, "deltasync-anchor")
         self._idle = threading.Condition(shadow.lock)
-        self._past: list[PastWeights] = []
         self._is_requested = False
         self._backlog = AnchorBacklog() if backlog is None else backlog
         self._settled = False, AnchorBacklog()
         """The request and the backlog that the anchor in progress settles: both come back if it fails."""
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether an anchor is in progress: then the bits that the shadow overwrites must be passed to `note`."""
-        return bool(self._past)
-
     def request(self) -> None:
         """Give the next version an anchor, whatever the policy says."""
         with self._shadow.lock:
             self._is_requested = True
-
-    def note(self, replaced: Changed) -> None:
-        """Keep bits that the shadow overwrites. Called with its lock held."""
-        for past in self._past:
-            past.note(replaced)
 
     def is_due(self, manifest: Manifest) -> bool:
         """Whether the version that was just committed should get an anchor. Called once for each version."""
@@ -145,7 +107,7 @@ class Anchors:
             self._backlog = self._backlog.after(manifest)
             if manifest.kind == "anchor":
                 self._is_requested = False
-            if self._past or not (self._is_requested or self._policy.is_due(**asdict(self._backlog))):
+            if self._shadow.pasts or not (self._is_requested or self._policy.is_due(**asdict(self._backlog))):
                 return False
             self._settled = self._is_requested, self._backlog
             self._is_requested = False
@@ -154,8 +116,8 @@ class Anchors:
 
     def begin(self, manifest: Manifest) -> None:
         """Write an anchor of the version at which the shadow is. Called with its lock held."""
-        past = PastWeights(self._shadow)
-        self._past.append(past)
+        past = self._shadow.past()
+        self._shadow.pasts.append(past)
         done = self._pool.submit(self._versions.add_anchor, manifest, past, progress=AnchorProgress(manifest.version))
         self._pool.submit(self._finish, past, done)
 
@@ -166,16 +128,16 @@ class Anchors:
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Wait until no anchor is being written; False on timeout."""
         with self._idle:
-            return self._idle.wait_for(lambda: not self._past, timeout_s)
+            return self._idle.wait_for(lambda: not self._shadow.pasts, timeout_s)
 
     def close(self) -> None:
         """Wait for an anchor that is being written."""
         self._pool.shutdown()
 
-    def _finish(self, past: PastWeights, done: "Future[CommittedVersion]") -> None:
+    def _finish(self, past: Past, done: "Future[CommittedVersion]") -> None:
         error = done.exception()
         with self._shadow.lock:
-            self._past.remove(past)
+            self._shadow.pasts.remove(past)
             if error is None:
                 self._backlog = replace(self._backlog, anchor_bytes=done.result().manifest.nbytes)
             else:

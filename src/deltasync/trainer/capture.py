@@ -6,24 +6,22 @@ that differ from the shadow, copied while the trainer waits. It comes in blocks 
 replaces an earlier one. A rebase turns a capture against one version into a capture against the next.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.blocks import cut_changes, detect, layout_runs, regroup
+from deltasync.blocks import CutTensors, cut_changes, detect, layout_runs
 from deltasync.checkpoint import mapped_weights, require_mapped
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.files import locked
 from deltasync.format import limits
 from deltasync.format.layout import DType, Layout, TensorSpec
-from deltasync.format.manifest import Manifest
 from deltasync.format.weights import (
     Bits,
     Changes,
@@ -35,45 +33,16 @@ from deltasync.format.weights import (
     slice_runs,
     tensor_parts,
     whole_runs,
+    zeros,
 )
 from deltasync.kernels import kernels
 from deltasync.parallel import each
-from deltasync.state import zeros
 
-TensorChanges = tuple[NDArray[np.unsignedinteger], Bits]
-"""Ascending indices and new bits of one tensor."""
-
-Capture = list[Changes] | dict[str, TensorChanges]
-"""A capture in blocks, ready to be encoded; or by tensor, where tensors came one by one."""
+_Found = tuple[NDArray[np.unsignedinteger], Bits]
+"""Ascending positions or indices, and new bits."""
 
 _WINDOW = 1 << 15
 """Changes that are rebased at a time: temporary memory stays small."""
-
-
-def in_blocks(layout: Layout, capture: Capture) -> list[Changes]:
-    """A capture in blocks, as they are encoded. One by tensor is used up: its memory is freed on the way."""
-    if isinstance(capture, list):
-        return capture
-    cuts: list[Runs] = layout_runs(layout)
-    result: list[Changes] = []
-    for runs, blocks in zip(cuts, each(lambda runs: _packed(regroup(layout, capture, runs)), cuts), strict=True):
-        result += blocks
-        # Only the last tensor can reach into the next run of elements.
-        for ordinal in runs[:-1, 0].tolist():
-            capture.pop(layout.tensors[ordinal].name, None)
-    return result
-
-
-def tensors_of(layout: Layout, blocks: Iterable[Changes]) -> Iterator[tuple[str, TensorChanges]]:
-    """The changes of each tensor, by its name. Blocks come in the order of the layout, at least those of one type."""
-    seen: set[str] = set()
-    parts = (part for changes in blocks for part in tensor_parts(layout, changes))
-    for ordinal, group in groupby(parts, key=lambda part: part[0]):
-        name = layout.tensors[ordinal].name
-        if name in seen:
-            raise ValueError(f"the changes of {name!r} must come one after the other")
-        seen.add(name)
-        yield name, _joined([(indices, values) for _, indices, values in group])
 
 
 def _packed(blocks: Iterable[Changes]) -> list[Changes]:
@@ -132,7 +101,7 @@ def _taken(blocks: list[Changes], runs: Runs) -> list[_Placed]:
     return taken
 
 
-def _along(blocks: list[_Placed], layout: Layout, runs: Runs) -> TensorChanges:
+def _along(blocks: list[_Placed], layout: Layout, runs: Runs) -> _Found:
     """The positions of blocks along the runs, and their values. The list is used up."""
     places = [np.empty(0, np.uint32)]
     for start, changes in blocks:
@@ -151,7 +120,7 @@ def _values(blocks: list[_Placed], layout: Layout, runs: Runs) -> Bits:
     return parts[1] if len(parts) == 2 else np.concatenate(parts)
 
 
-def _rebased(pending: TensorChanges, sent: TensorChanges, before: Bits) -> TensorChanges:
+def _rebased(pending: _Found, sent: _Found, before: Bits) -> _Found:
     (indices, values), (sent_indices, sent_values) = pending, sent
     here = [*range(0, max(len(indices), 1), _WINDOW), len(indices)]
     there = [0, *np.searchsorted(sent_indices, indices[here[1:-1]]).tolist(), len(sent_indices)]
@@ -166,13 +135,13 @@ def _rebased(pending: TensorChanges, sent: TensorChanges, before: Bits) -> Tenso
     )
 
 
-def _joined(parts: list[TensorChanges]) -> TensorChanges:
+def _joined(parts: list[_Found]) -> _Found:
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([indices for indices, _ in parts]), np.concatenate([values for _, values in parts])
 
 
-def _rebased_window(pending: TensorChanges, sent: TensorChanges, before: Bits) -> TensorChanges:
+def _rebased_window(pending: _Found, sent: _Found, before: Bits) -> _Found:
     sent_indices, sent_values = sent
     indices, values = pending
     at = np.searchsorted(sent_indices, indices)
@@ -187,42 +156,6 @@ def _rebased_window(pending: TensorChanges, sent: TensorChanges, before: Bits) -
     merged = np.concatenate((indices[~same], sent_indices[back]))
     order = np.argsort(merged, kind="stable")
     return merged[order], np.concatenate((values[~same], before[back]))[order]
-
-
-class Shadow:
-    """`weights` are those of version `head`, or not yet of any. `lock` is held to compare or overwrite them.
-
-    Only one thread overwrites them, so that it may read them without the lock.
-    """
-
-    def __init__(self, weights: Weights, head: Manifest | None) -> None:
-        self.weights = weights
-        self.head = head
-        self.lock = threading.RLock()
-        self.copies: list[Callable[[list[Changes]], None]] = []
-        """Called with what the weights were overwritten with, with the lock held, to keep copies elsewhere equal."""
-
-    def bits_before(self, blocks: Iterable[Changes]) -> list[Changes]:
-        """The bits that the weights have where something changed."""
-        return list(each(self._bits_before, blocks))
-
-    def advance(self, blocks: list[Changes], head: Manifest) -> None:
-        """Overwrite the weights with the changes of a version that is committed."""
-        with self.lock:
-            for _ in each(self._overwrite, blocks):
-                pass
-            for overwrite_copy in self.copies:
-                overwrite_copy(blocks)
-            self.head = head
-
-    def _bits_before(self, changes: Changes) -> Changes:
-        parts = tensor_parts(self.weights.layout, changes)
-        bits = [self.weights.arrays[ordinal][indices] for ordinal, indices, _ in parts]
-        return Changes(changes.runs, changes.held, bits[0] if len(bits) == 1 else np.concatenate(bits))
-
-    def _overwrite(self, changes: Changes) -> None:
-        for ordinal, indices, values in tensor_parts(self.weights.layout, changes):
-            self.weights.arrays[ordinal][indices] = values
 
 
 def lock_shadow(path: Path | None) -> ExitStack:
@@ -291,16 +224,18 @@ def require_same(feed: Layout, weights: Layout) -> None:
         raise InvalidInputError(error.message, rule=error.rule, hint=_HINT) from error
 
 
-def capture_each(shadow: Weights, tensors: Iterable[tuple[TensorSpec, Bits]]) -> dict[str, TensorChanges]:
+def capture_each(shadow: Weights, tensors: Iterable[tuple[TensorSpec, Bits]]) -> list[Changes]:
     """The same from tensors that come one by one and are gone afterwards. Each must come exactly once."""
-    captured: dict[str, TensorChanges] = {}
+    captured = CutTensors(shadow.layout)
     for ordinal, bits in _once_each(shadow.layout, tensors):
         arrays = shadow.arrays
         new = Weights(shadow.layout, (*arrays[:ordinal], bits, *arrays[ordinal + 1 :]))
         runs = cut_runs(whole_runs(shadow.layout, [ordinal]), limits.BLOCK_ELEMENTS_MAX)
-        blocks = (changes for part in each(_comparison(shadow, new), runs) for changes in part)
-        captured |= tensors_of(shadow.layout, blocks)
-    return captured
+        compared = each(_comparison(shadow, new), runs)
+        parts = [part for blocks in compared for changes in blocks for part in tensor_parts(shadow.layout, changes)]
+        none = np.empty(0, np.uint32), bits[:0]
+        captured.add(ordinal, *_joined([(indices, values) for _, indices, values in parts] or [none]))
+    return captured.blocks()
 
 
 def collect(tensors: Iterable[tuple[TensorSpec, Bits]]) -> Weights:
@@ -365,7 +300,7 @@ def _detect_rounded(shadow: Weights, masters: Masters, runs: Runs) -> Iterator[C
 def _detect_converted(shadow: Weights, new: Readable, runs: Runs) -> Iterator[Changes]:
     """The same as `detect`, of elements that are cast or copied first, few enough at a time to stay in the cache."""
     detect_in, elements = kernels().detect, int(runs[:, 2].sum())
-    parts: list[TensorChanges] = []
+    parts: list[_Found] = []
     start = stop = 0
     for cell in cut_runs(runs, limits.CELL_ELEMENTS):
         for ordinal, first, count in cell.tolist():

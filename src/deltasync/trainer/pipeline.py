@@ -17,10 +17,11 @@ from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
 from deltasync.format.weights import Changes
 from deltasync.parallel import Pool
+from deltasync.state import State
 from deltasync.tracing import VersionTracer
 from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.background import Skips
-from deltasync.trainer.capture import Capture, Shadow, in_blocks, rebase, tensors_of
+from deltasync.trainer.capture import rebase
 from deltasync.trainer.events import (
     AnchorProgress,
     CaptureTime,
@@ -50,7 +51,7 @@ class _Job:
 
     publications: list[Publication]
     held_s: float
-    capture: Capture | None
+    capture: list[Changes] | None
     extra: Mapping[str, str]
     captured: CaptureTime
     committed_unix_s: float = 0.0
@@ -69,7 +70,7 @@ class Pipeline:
     def __init__(
         self,
         versions: VersionWriter,
-        shadow: Shadow,
+        shadow: State,
         anchors: Anchors,
         *,
         files: PayloadRef | None = None,
@@ -77,6 +78,8 @@ class Pipeline:
         observer: Observer | None = None,
     ) -> None:
         self.is_closed = False
+        self.head = shadow.at
+        """The version that was committed last."""
         self._newest: Publication | None = None
         self.shadow = shadow
         self.anchors = anchors
@@ -117,7 +120,7 @@ class Pipeline:
     @property
     def is_filled(self) -> bool:
         """Whether the shadow holds weights: those of a version, or those of the first one to come."""
-        return self.shadow.head is not None or self._first is not None
+        return self.head is not None or self._first is not None
 
     def start(self, first: FirstVersion, *, held_s: float) -> Publication:
         """Publish all weights of the shadow as the first version."""
@@ -125,7 +128,7 @@ class Pipeline:
         self._first = replace(first, metadata=replace(first.metadata, captured=captured))
         return self._enqueue(_Job([Publication(first.metadata.step)], held_s, None, first.metadata.extra, captured))
 
-    def submit(self, capture: Capture, metadata: Metadata, *, held_s: float) -> Publication:
+    def submit(self, capture: list[Changes], metadata: Metadata, *, held_s: float) -> Publication:
         """Publish a capture. Called with the shadow's lock held since before the capture."""
         captured = self._captured(held_s)
         return self._enqueue(_Job([Publication(metadata.step)], held_s, capture, metadata.extra, captured))
@@ -194,7 +197,7 @@ class Pipeline:
     def _write(self, job: _Job) -> tuple[Manifest, PublishEvent]:
         if self._uncertain is not None:
             self._resolve(*self._uncertain, job)
-        head = self.shadow.head
+        head = self.head
         if head is None:
             # Also after a failed first attempt: later captures are changes of the weights of the first version.
             committed = self._write_first()
@@ -205,7 +208,7 @@ class Pipeline:
         return self._write_delta(job, head)
 
     def _write_first(self) -> CommittedVersion:
-        first, weights = self._first, self.shadow.weights
+        first, weights = self._first, self.shadow.require_weights()
         if first is None:
             raise InvalidInputError("the feed is empty and no first version was given")
         try:
@@ -221,11 +224,9 @@ class Pipeline:
         return committed
 
     def _write_delta(self, job: _Job, head: Manifest) -> tuple[Manifest, PublishEvent]:
-        with self.versions.group.report_errors():
-            changes = in_blocks(self.shadow.weights.layout, [] if job.capture is None else job.capture)
-            job.capture = changes
+        changes = [] if job.capture is None else job.capture
         metadata = Metadata(step=job.step, files=self.files, extra=job.extra, captured=job.captured)
-        blocks = EncodedChanges(self.shadow.weights, changes)
+        blocks = EncodedChanges(self.shadow.require_weights(), changes)
         try:
             count = sum(len(part.values) for part in changes)
             committed = self.versions.delta(blocks, head, metadata, changed=count)
@@ -239,7 +240,7 @@ class Pipeline:
 
     def _resolve(self, changes: list[Changes], digest_delta: StateDigest, job: _Job) -> None:
         """After a failure: advance the shadow if the version was committed and only the answer got lost."""
-        committed = self.versions.lost_commit(self.shadow.head, digest_delta)
+        committed = self.versions.lost_commit(self.head, digest_delta)
         self._uncertain = None
         if committed is not None:
             self._advance(changes, committed, job)
@@ -247,22 +248,19 @@ class Pipeline:
 
     def _advance(self, changes: list[Changes], committed: CommittedVersion, job: _Job | None = None) -> None:
         """Advance the shadow to a version, and rebase captures that were made before: the pending one, and `job`'s."""
-        shadow, layout = self.shadow, self.shadow.weights.layout
+        shadow = self.shadow
         before = shadow.bits_before(changes)
-        replaced = dict(tensors_of(layout, before)) if self.anchors.is_writing else {}
         with self._idle:
-            shadow.advance(changes, committed.manifest)
-            self.anchors.note(replaced)
+            shadow.apply(changes, committed.manifest, before=before)
+            self.head = committed.manifest
             if committed.is_anchor_due:
                 self.anchors.begin(committed.manifest)
-            waiting = [
-                (one, in_blocks(layout, one.capture))
-                for one in (job, self._pending)
-                if one is not None and one.capture is not None
-            ]
-            rebased = rebase(layout, [capture for _, capture in waiting], changes, before)
-            for (one, _), capture in zip(waiting, rebased, strict=True):
-                one.capture = capture
+            waiting = [one for one in (job, self._pending) if one is not None]
+            captures = [one.capture for one in waiting if one.capture is not None]
+            rebased = iter(rebase(shadow.require_weights().layout, captures, changes, before))
+            for one in waiting:
+                if one.capture is not None:
+                    one.capture = next(rebased)
         if self._skips is not None:
             self._skips.note(committed.manifest)
 

@@ -17,14 +17,12 @@ from deltasync.feed.upload import Upload
 from deltasync.format.companions import require_files
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.manifest import BaseRef, Manifest
-from deltasync.format.weights import Bits, Readable, Weights
+from deltasync.format.weights import Bits, Changes, Readable, Weights
 from deltasync.state import State
 from deltasync.store.protocol import Store
 from deltasync.trainer.anchoring import AnchorBacklog, AnchorPolicy, Anchors
 from deltasync.trainer.background import BackgroundPruner, Skips
 from deltasync.trainer.capture import (
-    Capture,
-    Shadow,
     capture,
     capture_each,
     collect,
@@ -43,7 +41,7 @@ from deltasync.upkeep.prune import Retention
 
 logger = logging.getLogger(__name__)
 
-Find = Callable[[Shadow], Capture]
+Find = Callable[[State], list[Changes]]
 """Compares with the shadow, whose lock is held."""
 
 
@@ -135,7 +133,7 @@ class FeedPublisher:
     @property
     def head(self) -> Manifest | None:
         """The version that was committed last, by this publisher or before it."""
-        return None if self._pipeline is None else self._pipeline.shadow.head
+        return None if self._pipeline is None else self._pipeline.head
 
     def open(self, layout: Layout | None = None) -> Layout | None:
         """Open the feed and rebuild the shadow if there are versions; returns the layout, None if it is not known yet.
@@ -156,7 +154,7 @@ class FeedPublisher:
                 self._pipeline = self._start(shadow_weights(layout, self._shadow_path), None)
         if self._pipeline is None:
             return None
-        ours = self._pipeline.shadow.weights.layout
+        ours = self._pipeline.shadow.require_weights().layout
         if layout is not None:
             require_same(ours, layout)
         return ours
@@ -178,8 +176,8 @@ class FeedPublisher:
         metadata = Metadata.of(step, extra)
         self.open(weights.layout)
         return self._publish(
-            lambda shadow: copy_into(shadow.weights, weights),
-            (lambda shadow: capture(shadow.weights, weights)) if find is None else find,
+            lambda shadow: copy_into(shadow.require_weights(), weights),
+            (lambda shadow: capture(shadow.require_weights(), weights)) if find is None else find,
             metadata,
             anchor=anchor,
         )
@@ -202,8 +200,8 @@ class FeedPublisher:
             self._pipeline = self._start(weights, None)
             return self._publish(lambda shadow: None, lambda shadow: [], metadata, anchor=anchor)
         return self._publish(
-            lambda shadow: copy_each(shadow.weights, tensors),
-            lambda shadow: capture_each(shadow.weights, tensors),
+            lambda shadow: copy_each(shadow.require_weights(), tensors),
+            lambda shadow: capture_each(shadow.require_weights(), tensors),
             metadata,
             anchor=anchor,
         )
@@ -216,7 +214,7 @@ class FeedPublisher:
         if self.open() is None:
             raise InvalidInputError("the feed has no version yet", hint="publish all weights first")
 
-        def no_copy(shadow: Shadow) -> None:
+        def no_copy(shadow: State) -> None:
             raise InvalidInputError("the first version is not committed yet", hint="wait for it")
 
         return self._publish(no_copy, find, metadata, anchor=False)
@@ -230,7 +228,7 @@ class FeedPublisher:
         self._is_closed = True
         self._resources.close()
 
-    def _publish(self, copy: Callable[[Shadow], None], find: Find, metadata: Metadata, *, anchor: bool) -> Publication:
+    def _publish(self, copy: Callable[[State], None], find: Find, metadata: Metadata, *, anchor: bool) -> Publication:
         pipeline, options = self._pipeline, self._options
         if pipeline is None:
             raise InvalidInputError("the feed is not open", hint="call open first")
@@ -239,7 +237,7 @@ class FeedPublisher:
         if options.wait:
             pipeline.wait_idle()
         if self.needs_files:
-            head = pipeline.shadow.head
+            head = pipeline.head
             pipeline.files = pipeline.versions.put_files(self.files, head, defaults=self.default_files)
             self.needs_files = False
         with pipeline.shadow.lock:
@@ -265,7 +263,7 @@ class FeedPublisher:
         return self._start(weights, head)
 
     def _start(self, weights: Weights, head: Manifest | None) -> Pipeline:
-        options, shadow = self._options, Shadow(weights, head)
+        options, shadow = self._options, State(weights, head)
         backlog = None if head is None else AnchorBacklog.of(plan(self._upload.log, head))
         versions = VersionWriter(upload=self._upload, layout=weights.layout)
         pipeline = Pipeline(

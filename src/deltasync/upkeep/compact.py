@@ -12,27 +12,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import numpy as np
-from numpy.typing import NDArray
-
 from deltasync import blocks
-from deltasync.blocks import Changed
 from deltasync.errors import CorruptError, InvalidInputError, MismatchError, NotFoundError
-from deltasync.feed.fetch import fetch_payloads
 from deltasync.feed.log import Log, manifest_key
-from deltasync.feed.plan import Edge
-from deltasync.feed.route import Blocked, Route
+from deltasync.feed.route import Route
 from deltasync.feed.upload import Upload
-from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.payload import Block, PayloadHeader, grouped, write_payload
-from deltasync.format.weights import Bits, Changes, Region, Runs, Weights, tensor_parts
-from deltasync.parallel import each
+from deltasync.past import Past
 from deltasync.state import State, load
 from deltasync.store import Feed, opened
 from deltasync.store.protocol import Store
@@ -44,32 +34,15 @@ LEVELS = (4, 16, 64)
 RETRY_S = 60.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Window:
-    """The bits that were replaced since version `start`, step by step."""
+    """Where the next skip of a level starts."""
 
     level: int
-    start: Manifest
-    replaced: list[Changed] = field(default_factory=list)
+    past: Past
 
     def is_due(self, at: Manifest) -> bool:
-        return at.version > self.start.version and at.version % self.level == 0
-
-
-class _Before:
-    """Weights as they were before some steps replaced bits of them."""
-
-    def __init__(self, weights: Weights, replaced: Sequence[Changed]) -> None:
-        self.layout: Layout = weights.layout
-        self._weights = weights
-        self._replaced = replaced
-
-    def region(self, runs: Runs) -> Region:
-        """The elements that `runs` names, in memory of their own."""
-        region = self._weights.region(runs)
-        bits = region.gather()
-        blocks.put_back(self.layout, runs, bits, self._replaced)
-        return region.holding(bits)
+        return at.version > self.past.at.version and at.version % self.level == 0
 
 
 def compact(feed: Feed, *, levels: Sequence[int] = LEVELS, retry_s: float = RETRY_S) -> tuple[Manifest, ...]:
@@ -135,7 +108,7 @@ class Compactor:
         at = self._state.at
         if at is not None and not self._is_behind(at, self._head):
             return
-        lowest = self._log.floor() if at is None else self._windows[-1].start.version
+        lowest = self._log.floor() if at is None else self._windows[-1].past.at.version
         known = set(self._log.skips(start=lowest))
         if at is None:
             self._start(lowest, self._head, known)
@@ -181,57 +154,40 @@ class Compactor:
                 return
 
     def _load(self, manifest: Manifest) -> None:
-        """Hold a version that no change leads to from the one before. Windows start there."""
-        self._windows = []
+        """Hold a version that no change leads to from the one before."""
         # The old weights go first: there may be no memory for both.
-        self._state = State()
+        self._windows, self._state = [], State()
         self._state = State(load(self._log, manifest), manifest)
-        self._windows = [_Window(level, manifest) for level in self._levels]
+        self._open_windows()
+
+    def _open_windows(self) -> None:
+        """Let the first skip of every level start at the version that is held."""
+        self._windows = [_Window(level, self._state.past()) for level in self._levels]
+        # The levels above get their steps from the one below: what came back in between is left out.
+        self._state.pasts = [self._windows[0].past]
 
     def _move(self, target: Manifest) -> None:
-        """Overwrite the weights with another version, and note what they were."""
-        route = Route(self._log, target)
-        while self._state.version != target.version:
-            plan = route.plan(self._state.version)
-            if plan.edges[0].start is None:
-                # All weights are cheaper than the changes, or the model is another one: no skip leads over that.
-                self._load(target)
-                return
-            payloads = fetch_payloads(self._store, (edge.manifest for edge in plan.edges))
-            with suppress(Blocked), closing(payloads):
-                for edge in plan.edges:
-                    with route.using(edge):
-                        self._apply(edge, self._state.stage(edge, payloads))
-
-    def _apply(self, edge: Edge, staged: Sequence[Changes]) -> None:
-        weights = self._state.require_weights()
-        if edge.manifest.parent_digest != self._state.digest:
-            raise CorruptError(
-                f"{edge.key} starts from another digest than that of version {edge.start}",
-                rule="chain.link",
-                key=edge.key,
-                version=edge.end,
-            )
-        replaced = _merged(weights.layout, each(partial(_bits_before, weights), staged))
-        self._state.apply(staged, edge.manifest)
-        self._windows[0].replaced.append(replaced)
+        """Go to another version, and keep what its changes replace."""
+        self._state.advance(Route(self._log, target))
+        if self._windows[0].past.is_lost:
+            # All weights were cheaper than the changes, or the model is another one: no skip leads over that.
+            self._open_windows()
 
     def _close(self, at: Manifest, known: set[tuple[int, int]]) -> Iterator[Manifest]:
         """Write the skips that end at this version, the lowest level first."""
         for window, above in zip(self._windows, [*self._windows[1:], None], strict=True):
             if not window.is_due(at):
                 continue
-            before = _Before(self._state.require_weights(), window.replaced)
-            is_whole = at.version - window.start.version == window.level
+            start = window.past.at
             skip = None
-            if is_whole and (window.start.version, at.version) not in known:
+            if at.version - start.version == window.level and (start.version, at.version) not in known:
                 with self.upkeep.phase("encode"):
-                    coded = blocks.encode_difference(before, self._state.require_weights())
-                skip = self._commit(window.start, at, coded)
+                    coded = blocks.encode_difference(window.past, self._state.require_weights())
+                skip = self._commit(start, at, coded)
             if above is not None:
                 with self.upkeep.phase("encode"):
-                    above.replaced.append(_difference(self._state.require_weights(), before))
-            window.start, window.replaced = at, []
+                    above.past.absorb(window.past)
+            window.past.restart(at)
             if skip is not None:
                 yield skip
 
@@ -283,39 +239,3 @@ class Compactor:
         with self.upkeep.phase("put"):
             for data in payloads:
                 self._upload.put(data)
-
-
-_Piece = tuple[int, NDArray[np.unsignedinteger], Bits]
-
-
-def _bits_before(weights: Weights, changes: Changes) -> list[_Piece]:
-    """The bits of the elements that the changes will overwrite with others."""
-    pieces = []
-    for ordinal, indices, new in tensor_parts(weights.layout, changes):
-        old = weights.arrays[ordinal][indices]
-        is_other = old != new
-        pieces.append((ordinal, indices[is_other], old[is_other]))
-    return pieces
-
-
-def _difference(weights: Weights, before: _Before) -> Changed:
-    """All bits that were replaced since `before`, as one step."""
-
-    def pieces(runs: Runs) -> list[_Piece]:
-        changes = blocks.detect(weights, before, runs)
-        return [piece for part in changes for piece in tensor_parts(weights.layout, part)]
-
-    return _merged(weights.layout, each(pieces, blocks.layout_runs(weights.layout)))
-
-
-def _merged(layout: Layout, pieces: Iterable[list[_Piece]]) -> Changed:
-    """Pieces that do not overlap, by the name of their tensor."""
-    by_name: dict[str, list[tuple[NDArray[np.unsignedinteger], Bits]]] = {}
-    for ordinal, indices, bits in (piece for group in pieces for piece in group):
-        if len(indices):
-            by_name.setdefault(layout.tensors[ordinal].name, []).append((indices, bits))
-    merged: dict[str, tuple[NDArray[np.unsignedinteger], Bits]] = {}
-    for name, parts in by_name.items():
-        parts.sort(key=lambda part: int(part[0][0]))
-        merged[name] = np.concatenate([i for i, _ in parts]), np.concatenate([bits for _, bits in parts])
-    return merged

@@ -18,8 +18,9 @@ from deltasync.feed.route import open_base
 from deltasync.format import keys
 from deltasync.format.manifest import PayloadRef
 from deltasync.format.payload import Payload
+from deltasync.format.weights import zeros
 from deltasync.parallel import Progress, counting
-from deltasync.state import State, zeros
+from deltasync.state import State
 from deltasync.store import Feed, opened
 from deltasync.upkeep.survey import ORPHAN_S, Survey, is_given_up, reachable, survey, without_pruned
 

@@ -20,8 +20,8 @@ from deltasync.format.weights import Bits, Weights, zeros
 from deltasync.state import State
 from deltasync.trainer.anchoring import AnchorBacklog, AnchorPolicy, Anchors
 from deltasync.trainer.capture import capture, copy_into, lock_shadow, shadow_weights
+from deltasync.trainer.group import Group, Message, resume
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
-from deltasync.trainer.ranks import Message, Ranks, resume
 from deltasync.trainer.shards import Box, Shards, ShardWeights, chunk
 from deltasync.trainer.versions import Metadata, VersionWriter
 
@@ -47,7 +47,7 @@ class Post:
         return self.boxes.setdefault((sender, receiver), deque())
 
 
-class SimRanks(Ranks):
+class SimRanks(Group):
     """Ranks that exchange messages in virtual time."""
 
     def __init__(self, post: Post, rank: int, size: int) -> None:
@@ -63,6 +63,9 @@ class SimRanks(Ranks):
             shared = self._take(0, 2 * TIMEOUT_S)
             assert not isinstance(shared, Message)
             bits[:] = shared
+
+    def fork(self) -> Group:
+        raise NotImplementedError
 
     def close(self) -> None:
         """There is nothing to release."""
@@ -199,7 +202,7 @@ class ShardedTrainer(Actor):
                 self.world.scheduler.sleep(step.pause_s)
             pipeline.close()
 
-    def _open(self, job: _Job, rank: int, store: ProcessStore, held: ExitStack) -> tuple[Pipeline, Ranks, Shards]:
+    def _open(self, job: _Job, rank: int, store: ProcessStore, held: ExitStack) -> tuple[Pipeline, Group, Shards]:
         config = self.world.config
         ranks, anchor_ranks = SimRanks(job.versions, rank, self._ranks), SimRanks(job.anchors, rank, self._ranks)
         upload = Upload(store, retry_s=config.retry_s)
@@ -210,7 +213,10 @@ class ShardedTrainer(Actor):
                 make_folder(path.parent)
             held.enter_context(lock_shadow(path))
             room = shadow_weights(shards.local, path)
-        state = ranks.agree("to this feed", None, lambda _: _open_feed(upload))
+        with ranks.decision("to this feed", None) as decision:
+            if decision.parts is not None:
+                decision.result = _open_feed(upload)
+        state: _FeedState = decision.result
         upload.id = state.writer
         mine = ShardWeights(shards.local, room.arrays, shards)
         shadow = State(mine, state.head)

@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, TypeVar
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -40,22 +40,19 @@ from deltasync.format import keys
 from deltasync.format.digest import layout_digest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import BaseRef, Manifest
-from deltasync.format.weights import Weights
+from deltasync.format.weights import Bits, Weights
 from deltasync.state import State
 from deltasync.store.memory import MemoryStore
 from deltasync.torch import ShardedPublisher
 from deltasync.torch.ranks import owned
 from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.capture import capture
+from deltasync.trainer.group import Decision, Failure, Group, Message
 from deltasync.trainer.publisher import PublisherOptions
-from deltasync.trainer.ranks import Failure
 from deltasync.trainer.shards import Box, Shards, ShardWeights, Spans, chunk, cut, joined
-from deltasync.trainer.versions import EncodedChanges, Group, Metadata, Part, VersionWriter
+from deltasync.trainer.versions import EncodedChanges, Metadata, Part, VersionWriter
 from deltasync.upkeep.restore import restore
 from deltasync.upkeep.verify import verify
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 def indices(spans: Spans) -> list[int]:
@@ -222,41 +219,46 @@ def test_what_cannot_be_published_is_named() -> None:
 
 
 class Table:
-    """A group of threads: each gives its part, the first one decides, all take the result."""
+    """A group of threads."""
 
     def __init__(self, size: int) -> None:
-        self._meet = threading.Barrier(size, timeout=LONG_S)
-        self._given: list[Any] = [None] * size
-        self._result: Any = None
+        self.size = size
+        pairs = product(range(size), repeat=2)
+        self._sent: dict[tuple[int, int], SimpleQueue[Message]] = {pair: SimpleQueue() for pair in pairs}
 
-    def seat(self, rank: int, after: threading.Event | None = None) -> Group:
+    def seat(self, rank: int, after: threading.Event | None = None) -> "Seat":
         """The place of one thread. Its agreements wait for `after`."""
         return Seat(self, rank, after)
 
+    def sent(self, sender: int, receiver: int) -> "SimpleQueue[Message]":
+        return self._sent[sender, receiver]
 
-class Seat:
+
+class Seat(Group):
     def __init__(self, table: Table, rank: int, after: threading.Event | None) -> None:
-        self._table, self._rank, self._after = table, rank, after
+        super().__init__(rank, table.size, timeout_s=LONG_S)
+        self._table, self._after = table, after
 
     @contextmanager
     def report_errors(self) -> Iterator[None]:
         assert self._after is None or self._after.wait(LONG_S)
-        yield
+        with super().report_errors():
+            yield
 
-    def agree(self, about: str, mine: T, decide: Callable[[Sequence[T]], R]) -> R:
-        table = self._table
-        table._given[self._rank] = mine
-        table._meet.wait(LONG_S)
-        if self._rank == 0:
-            try:
-                table._result = decide(table._given)
-            except BaseException:
-                # The others would wait for a result.
-                table._meet.abort()
-                raise
-        table._meet.wait(LONG_S)
-        result: R = table._result
-        return result
+    def fork(self) -> Group:
+        raise NotImplementedError
+
+    def share(self, bits: Bits) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+    def _send(self, rank: int, message: Message) -> None:
+        self._table.sent(self.rank, rank).put(message)
+
+    def _receive(self, rank: int, timeout_s: float) -> Message:
+        return self._table.sent(rank, self.rank).get(timeout=timeout_s)
 
 
 def together(size: int, act: Callable[[int], None]) -> None:
@@ -376,10 +378,12 @@ class Waiting(Seat):
         super().__init__(table, rank, None)
         self._then = [then]
 
-    def agree(self, about: str, mine: T, decide: Callable[[Sequence[T]], R]) -> R:
+    @contextmanager
+    def decision(self, about: str, mine: object) -> Iterator[Decision]:
         if self._then:
             self._then.pop()()
-        return super().agree(about, mine, decide)
+        with super().decision(about, mine) as decision:
+            yield decision
 
 
 @pytest.mark.parametrize("skew_s", [-600.0, 600.0])

@@ -6,10 +6,8 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Protocol, TypeVar
 
 from deltasync import blocks as coded
 from deltasync.arguments import described, whole_number
@@ -22,12 +20,13 @@ from deltasync.format import keys, limits
 from deltasync.format.companions import write_files
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.layout import Layout
-from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef
+from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef, Timeline
 from deltasync.format.payload import Block, PayloadHeader, grouped, write_payload
 from deltasync.format.weights import Changes, Readable, Runs, Weights
 from deltasync.parallel import Progress, counting, each, threads
 from deltasync.store.probe import not_kept
 from deltasync.trainer.events import CaptureTime, CommittedVersion
+from deltasync.trainer.group import Alone, Group
 from deltasync.trainer.shards import Shards
 
 logger = logging.getLogger(__name__)
@@ -55,34 +54,6 @@ PUT_BYTES = 1 << 25
 """Payloads of a delta that are put at once: so many, or two, or those that have so many bytes together."""
 
 _WORKERS_MAX = 8
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
-
-
-class Group(Protocol):
-    """The processes that write the versions of a feed together."""
-
-    def report_errors(self) -> AbstractContextManager[None]:
-        """Report an error inside the block to the other processes, which raise it at their next agreement."""
-        ...
-
-    def agree(self, about: str, mine: _T, decide: Callable[[Sequence[_T]], _R]) -> _R:
-        """Call `decide` in one process, with what each process gave; its result, or its error, in all of them.
-
-        `about` says what the agreement is about and must be the same in all processes.
-        """
-        ...
-
-
-class OneProcess:
-    """The group of a trainer that is a single process."""
-
-    def report_errors(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def agree(self, about: str, mine: _T, decide: Callable[[Sequence[_T]], _R]) -> _R:
-        return decide([mine])
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +288,7 @@ class VersionWriter:
     upload: Upload
     layout: Layout
     shards: Shards | None = None
-    group: Group = field(default_factory=OneProcess)
+    group: Group = field(default_factory=Alone)
     is_anchor_due: Callable[[Manifest], bool] = lambda manifest: False
 
     def beside(self) -> "VersionWriter":
@@ -402,16 +373,15 @@ class VersionWriter:
         another digest is an older attempt, which reached the store late: the next commit meets it as a conflict.
         """
         after = -1 if parent is None else parent.version
-
-        def find(deltas: Sequence[StateDigest]) -> CommittedVersion | None:
-            head = self.upload.log.head(after=after)
-            if head is None or head.writer != self.upload.id or head.version != after + 1:
-                return None
-            if parent is not None and head.digest != sum(deltas, parent.digest):
-                return None
-            return CommittedVersion(head, is_anchor_due=self.is_anchor_due(head))
-
-        return self.group.agree(f"what follows version {after}", digest_delta, find)
+        with self.group.decision(f"what follows version {after}", digest_delta) as decision:
+            if decision.parts is not None:
+                head = self.upload.log.head(after=after)
+                digest = None if parent is None else sum(decision.parts, parent.digest)
+                is_next = head is not None and head.writer == self.upload.id and head.version == after + 1
+                if head is not None and is_next and digest in (None, head.digest):
+                    decision.result = CommittedVersion(head, is_anchor_due=self.is_anchor_due(head))
+        committed: CommittedVersion | None = decision.result
+        return committed
 
     def _write(
         self, draft: Manifest, payloads: Payloads, captured: CaptureTime | None = None, *, key: str | None = None
@@ -428,8 +398,16 @@ class VersionWriter:
         while True:
             part = self._put(payloads, within_s)
             put_s = time.perf_counter() - started_s
-            commit = partial(self._commit, draft, payloads, captured, started_s, key=key, is_last=within_s == LATE_S)
-            created = self.group.agree(about, part, commit)
+            with self.group.decision(about, part) as decision:
+                if decision.parts is not None:
+                    total, encode_s = Part.total(decision.parts), payloads.encode_s
+                    timeline = None
+                    if captured is not None:
+                        timeline = captured.timeline(started_s=started_s, encode_s=encode_s)
+                    manifest = self._completed(draft, total, payloads.start, timeline, is_added=key is not None)
+                    is_last = within_s == LATE_S
+                    decision.result = self._commit(manifest, total.put_unix_s, key=key, is_last=is_last)
+            created: _Created | None = decision.result
             if created is not None:
                 break
             logger.warning("%s: the payloads were put hours ago, putting them again", about)
@@ -452,44 +430,39 @@ class VersionWriter:
             part = payloads.put(self.upload, within_s)
             return replace(part, put_unix_s=min(self.upload.put_unix_s(part.payloads), default=None))
 
+    def _completed(
+        self, draft: Manifest, total: Part, start: StateDigest, timeline: Timeline | None, *, is_added: bool
+    ) -> Manifest:
+        """The manifest of a new version, or of an anchor that is added to one and must have its digest."""
+        digest = start + total.digest_delta
+        if not is_added:
+            now_unix_s = int(self.upload.clock())
+            draft = replace(draft, digest=digest, changed=total.changed, created_unix_s=now_unix_s, timeline=timeline)
+        elif digest != draft.digest:
+            raise CorruptError(
+                f"the shadow gives the digest {digest} for version {draft.version}, which has {draft.digest}",
+                rule="shadow.digest",
+                version=draft.version,
+                hint="the memory of this machine may be faulty: restart the trainer from its checkpoint",
+            )
+        return replace(draft, payloads=total.payloads)
+
     def _commit(
-        self,
-        draft: Manifest,
-        payloads: Payloads,
-        captured: CaptureTime | None,
-        started_s: float,
-        parts: Sequence[Part],
-        *,
-        key: str | None,
-        is_last: bool,
+        self, manifest: Manifest, since_unix_s: float | None, *, key: str | None, is_last: bool
     ) -> "_Created | None":
-        """Create the manifest of what all processes have put; None if they should put it again before.
+        """Create a manifest whose payloads all processes have put; None if they should put them again before.
 
         The payloads of an anchor are listed before: some stores report a `put` as done and keep nothing.
         """
-        upload, total = self.upload, Part.total(parts)
-        missing = upload.missing(total.payloads) if draft.kind == "anchor" else []
-        digest = payloads.start + total.digest_delta
-        manifest = replace(draft, payloads=total.payloads)
-        if key is None:
-            timeline = None if captured is None else captured.timeline(started_s=started_s, encode_s=payloads.encode_s)
-            manifest = replace(
-                manifest, digest=digest, changed=total.changed, created_unix_s=int(upload.clock()), timeline=timeline
-            )
-        elif digest != manifest.digest:
-            raise CorruptError(
-                f"the shadow gives the digest {digest} for version {manifest.version}, which has {manifest.digest}",
-                rule="shadow.digest",
-                version=manifest.version,
-                hint="the memory of this machine may be faulty: restart the trainer from its checkpoint",
-            )
+        upload = self.upload
+        missing = upload.missing(manifest.payloads) if manifest.kind == "anchor" else []
         # Right before the creation: this process may also have slept in the listing.
-        if not is_last and upload.is_late(manifest.refs, since_unix_s=total.put_unix_s):
+        if not is_last and upload.is_late(manifest.refs, since_unix_s=since_unix_s):
             return None
         if missing:
             raise not_kept(upload.store, f"{len(missing)} payloads that were just put, such as {missing[0]}")
         upload.commit(manifest, key=key)
-        is_late = upload.is_late(manifest.refs, since_unix_s=total.put_unix_s)
+        is_late = upload.is_late(manifest.refs, since_unix_s=since_unix_s)
         return _Created(manifest, is_late, key is None and self.is_anchor_due(manifest))
 
     def _draft(self, kind: Kind, parent: Manifest | None, metadata: Metadata) -> Manifest:

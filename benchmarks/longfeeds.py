@@ -23,7 +23,7 @@ from deltasync.cli.output import Output
 from deltasync.cli.watch import status
 from deltasync.feed.log import Head, Log, manifest_key
 from deltasync.feed.plan import plan
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format import keys
 from deltasync.format.manifest import Kind
 from deltasync.format.sealed import Heartbeat, Pin, sealed
@@ -91,8 +91,8 @@ def make_feed(versions: int, *, replicas: int, pins: int, has_skips: bool) -> Co
         digest = paper("delta", version).digest if version else paper("anchor", 0).digest
         pin = Pin(f"pin-{number}", version, digest.hex, "", now_unix_s)
         store.put(keys.pin_key(pin.name), pin.to_bytes())
-    writer = Writer(store)
-    writer.open()
+    upload = Upload(store)
+    upload.open()
     store.reset()
     return store
 
@@ -102,7 +102,7 @@ def _head(store: CountingStore) -> Callable[[], object]:
 
 
 def _open(store: CountingStore) -> Callable[[], object]:
-    return Writer(store).open
+    return Upload(store).open
 
 
 def _plan(late: int | None) -> Callable[[CountingStore], Callable[[], object]]:

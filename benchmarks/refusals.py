@@ -30,7 +30,7 @@ from deltasync.errors import DeltasyncError
 from deltasync.feed.fetch import fetch
 from deltasync.feed.files import fetch_files
 from deltasync.feed.log import Log
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format import keys, limits
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
@@ -42,7 +42,7 @@ from deltasync.format.weights import Weights
 from deltasync.kernels import kernels
 from deltasync.state import load
 from deltasync.store import open_store
-from deltasync.trainer.version import put_anchor
+from deltasync.trainer.versions import AnchorPayloads
 from deltasync.upkeep.verify import verify
 from tests.attacks.bombs import BOMBS, Bomb
 from tests.support.helpers import resealed
@@ -69,16 +69,18 @@ class Hostile:
     rule: str | None
 
 
-def feed_of(folder: Path) -> tuple[Writer, Manifest]:
+def feed_of(folder: Path) -> tuple[Upload, Manifest]:
     """A feed of one small anchor in a folder."""
-    writer = Writer(open_store(str(folder / "feed")))
-    writer.open()
+    upload = Upload(open_store(str(folder / "feed")))
+    upload.open()
     layout = Layout.of([TensorSpec("w", DTYPES["BF16"], (1000,))])
     weights = Weights(layout, (np.zeros(1000, np.uint16),))
-    refs, digest = put_anchor(writer, weights, 0)
-    manifest = Manifest("anchor", 0, layout.sha256, digest, 1000, writer.id, 1_700_000_000, payloads=refs)
-    writer.commit(manifest)
-    return writer, manifest
+    payloads = AnchorPayloads(weights, 0)
+    part = payloads.put(upload)
+    digest = payloads.start + part.digest_delta
+    manifest = Manifest("anchor", 0, layout.sha256, digest, 1000, upload.id, 1_700_000_000, payloads=part.payloads)
+    upload.commit(manifest)
+    return upload, manifest
 
 
 def log_of(folder: Path) -> Log:
@@ -174,14 +176,14 @@ def no_versions_lost(folder: Path) -> object:
 
 def vast_anchor(folder: Path) -> None:
     """An anchor of a few kilobytes that holds 2^35 elements of 8 bytes, in blocks of one symbol, and its manifest."""
-    writer, manifest = feed_of(folder)
+    upload, manifest = feed_of(folder)
     count = 1024
     layout = Layout.of([TensorSpec("w", DTYPES["U64"], (count * limits.BLOCK_ELEMENTS_MAX,))])
     full = limits.BLOCK_ELEMENTS_MAX
     data = b"\0" * 16
     one = [Block("planes/1", np.array([[0, i * full, full]]), full, StateDigest.ZERO, data) for i in range(count)]
     digest = layout_digest(layout)
-    ref = writer.put(write_payload(PayloadHeader("anchor", layout, None, digest, 0), one))
+    ref = upload.put(write_payload(PayloadHeader("anchor", layout, None, digest, 0), one))
     vast = replace(manifest, layout_sha256=layout.sha256, elements=layout.elements, digest=digest, payloads=(ref,))
     (folder / "feed" / keys.version_key(0)).write_bytes(vast.to_bytes())
 
@@ -190,9 +192,9 @@ def companion_names(names: Callable[[], list[str]], **fields: Any) -> Callable[[
     """A feed whose files beside the weights have these names."""
 
     def build(folder: Path) -> None:
-        writer, _ = feed_of(folder)
+        upload, _ = feed_of(folder)
         specs = [TensorSpec(name, DTYPES["U8"], (0,)) for name in names()]
-        ref = writer.put(header_bytes(specs, {"format": FORMAT, "kind": "files"}))
+        ref = upload.put(header_bytes(specs, {"format": FORMAT, "kind": "files"}))
         replace_fields(folder, files={"sha256": ref.sha256, "bytes": ref.nbytes, **fields})
 
     return build

@@ -2,11 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -16,20 +15,19 @@ from benchmarks.report import Cell, Row, say
 from benchmarks.scale_rates import make_states, module_of
 from benchmarks.sections import Section, at_most
 from benchmarks.states import States
-from deltasync import AnchorPolicy, Follower, blocks
-from deltasync.feed.writer import Writer
-from deltasync.format.weights import Weights
+from deltasync import AnchorPolicy, Follower
+from deltasync.feed.upload import Upload
+from deltasync.format.weights import Bits, Weights
 from deltasync.state import State
 from deltasync.store.protocol import Store
 from deltasync.torch import ModuleTarget
 from deltasync.trainer.capture import capture
+from deltasync.trainer.group import Group, Message
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.shards import Box, Shards, ShardWeights, chunk
-from deltasync.trainer.version import Metadata, VersionWriter
+from deltasync.trainer.versions import EncodedChanges, Metadata, VersionWriter
 from deltasync.upkeep.verify import verify
 
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 LINEAR = 1.1
 INDEPENDENT = 0.1
 
@@ -145,34 +143,27 @@ def _publish_and_follow(
     return best
 
 
-class _Table:
-    """Ranks in threads: each gives its part, the first one decides, all take the result."""
+class _Seat(Group):
+    """One of several ranks in threads, which send messages through `queues`."""
 
-    def __init__(self, size: int) -> None:
-        self._meet = threading.Barrier(size, timeout=60)
-        self._given: list[Any] = [None] * size
-        self._result: Any = None
+    def __init__(self, queues: "dict[tuple[int, int], SimpleQueue[Message]]", rank: int, size: int) -> None:
+        super().__init__(rank, size, timeout_s=60.0)
+        self._queues = queues
 
-    def agree(self, rank: int, mine: _T, decide: Callable[[Sequence[_T]], _R]) -> _R:
-        self._given[rank] = mine
-        self._meet.wait()
-        if rank == 0:
-            self._result = decide(self._given)
-        self._meet.wait()
-        result: _R = self._result
-        return result
+    def fork(self) -> Group:
+        raise NotImplementedError("these ranks write no anchors")
 
+    def share(self, bits: Bits) -> None:
+        raise NotImplementedError("these ranks begin a feed")
 
-@dataclass(frozen=True, slots=True)
-class _Seat:
-    table: _Table
-    rank: int
+    def close(self) -> None:
+        """There is nothing to release."""
 
-    def report_errors(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def _send(self, rank: int, message: Message) -> None:
+        self._queues[self.rank, rank].put(message)
 
-    def agree(self, about: str, mine: _T, decide: Callable[[Sequence[_T]], _R]) -> _R:
-        return self.table.agree(self.rank, mine, decide)
+    def _receive(self, rank: int, timeout_s: float) -> Message:
+        return self._queues[rank, self.rank].get(timeout=timeout_s)
 
 
 def _publish_in_ranks(states: States, ranks: int, *, repeats: int) -> Costs:
@@ -181,14 +172,13 @@ def _publish_in_ranks(states: States, ranks: int, *, repeats: int) -> Costs:
     best: Costs | None = None
     for _ in range(repeats):
         store = CountingStore()
-        table = _Table(ranks)
+        queues = {(a, b): SimpleQueue[Message]() for a in range(ranks) for b in range(ranks)}
         costs: list[Costs] = []
         errors: list[BaseException] = []
 
-        def act(rank: int, store: CountingStore = store, table: _Table = table, costs: list[Costs] = costs) -> None:
-            _rank(store, states.old, states.new, _Seat(table, rank), ranks, costs)
-
-        threads = [threading.Thread(target=_caught, args=(partial(act, rank), errors)) for rank in range(ranks)]
+        seats = [_Seat(queues, rank, ranks) for rank in range(ranks)]
+        acts = [partial(_rank, store, states.old, states.new, seat, ranks, costs) for seat in seats]
+        threads = [threading.Thread(target=_caught, args=(act, errors)) for act in acts]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -214,16 +204,16 @@ def _caught(act: Callable[[], None], errors: list[BaseException]) -> None:
 def _rank(store: Store, old: Weights, new: Weights, seat: _Seat, ranks: int, costs: list[Costs]) -> None:
     """An anchor, which is not counted, and a delta, by one rank."""
     assert isinstance(store, CountingStore)
-    writer = Writer(store, retry_s=1.0)
+    upload = Upload(store, retry_s=1.0)
     if seat.rank == 0:
-        writer.open()
+        upload.open()
     boxes = []
     for spec in old.layout.tensors:
         spans = list(Box.whole(spec.shape).spans)
         spans[0] = chunk(spans[0], seat.rank, ranks)
         boxes.append(Box(spec.shape, tuple(spans)))
     shards = Shards(old.layout, boxes)
-    versions = VersionWriter(writer=writer, layout=old.layout, shards=shards, group=seat)
+    versions = VersionWriter(upload=upload, layout=old.layout, shards=shards, group=seat)
 
     def local(weights: Weights) -> tuple[np.ndarray, ...]:
         """The rows of this rank."""
@@ -240,18 +230,15 @@ def _rank(store: Store, old: Weights, new: Weights, seat: _Seat, ranks: int, cos
     shadow.apply([], made)
     arrays = local(new)
 
-    def begin(_: object) -> float:
-        store.reset()
-        return time.process_time()
-
-    cpu_s = seat.agree("the start", None, begin)
+    with seat.decision("the start", None) as start:
+        if start.parts is not None:
+            store.reset()
+            start.result = time.process_time()
     captured = capture(Weights(shards.local, mine.arrays), Weights(shards.local, arrays))
-    encode = partial(blocks.encode_changes, mine, captured)
-    versions.delta(encode, made, Metadata(), changed=sum(len(each.values) for each in captured) if captured else 0)
+    changes = EncodedChanges(mine, captured)
+    versions.delta(changes, made, Metadata(), changed=sum(len(each.values) for each in captured) if captured else 0)
 
-    def end(_: object) -> Costs:
-        return Costs(old.layout.elements, time.process_time() - cpu_s, store.requests.total(), store.put_bytes)
-
-    found = seat.agree("the end", None, end)
-    if seat.rank == 0:
-        costs.append(found)
+    with seat.decision("the end", None) as end:
+        if end.parts is not None:
+            cpu_s = time.process_time() - start.result
+            costs.append(Costs(old.layout.elements, cpu_s, store.requests.total(), store.put_bytes))

@@ -21,14 +21,14 @@ from deltasync import AnchorPolicy, Follower, set_threads
 from deltasync.estimate import Change, Deployment, Link, Pass, Rates, estimate
 from deltasync.feed.log import Log
 from deltasync.feed.route import Route
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format.weights import Weights
 from deltasync.parallel import threads
 from deltasync.state import State
 from deltasync.store.memory import MemoryStore
 from deltasync.torch import ModuleTarget
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
-from deltasync.trainer.version import put_anchor
+from deltasync.trainer.versions import AnchorPayloads
 
 ROUND_TRIP_S = 0.1
 PASSES = ("capture", "encode", "decode", "stage", "pause")
@@ -208,7 +208,7 @@ def _anchor_rates(pipe: Pipeline, repeats: int) -> tuple[float, float]:
     base = Log(pipe.store).read(0)
     for _ in range(repeats):
         since = time.perf_counter()
-        put_anchor(Writer(MemoryStore()), weights, 0)
+        AnchorPayloads(weights, 0).put(Upload(MemoryStore()))
         encode_s.append(time.perf_counter() - since)
         since = time.perf_counter()
         State().advance(Route(Log(pipe.store), base))

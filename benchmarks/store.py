@@ -22,7 +22,7 @@ from benchmarks.machine import Call, Timing, time_rounds
 from benchmarks.report import Row, print_table, say, write_results
 from deltasync.feed.fetch import fetch
 from deltasync.feed.log import Log
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format.digest import StateDigest
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.manifest import Manifest, PayloadRef
@@ -32,7 +32,7 @@ from deltasync.store import open_store
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import FaultyStore
-from deltasync.trainer.version import put_anchor
+from deltasync.trainer.versions import AnchorPayloads
 from tests.support.servers import seaweed
 
 PAYLOAD_BYTES = 64 << 20
@@ -110,13 +110,13 @@ def _stores(folder: Path) -> Iterator[list[tuple[str, Store, S3Store | None]]]:
 
 def _payload(label: str, store: Store, client: S3Store | None, plain: Plain, payload: bytes, repeats: int) -> list[Row]:
     """One payload, as a commit puts it and a replica fetches it, SHA-256 included."""
-    writer = Writer(store)
-    ref = writer.put(payload)
+    upload = Upload(store)
+    ref = upload.put(payload)
     plain.write([payload])
     calls = [
         Call("plain put", lambda: plain.write([payload]), len(payload)),
         Call("plain get", plain.read, len(payload)),
-        Call("put", lambda: writer.put(payload), len(payload)),
+        Call("put", lambda: upload.put(payload), len(payload)),
         Call("get", lambda: fetch(store, ref), len(payload)),
     ]
     if client is not None:
@@ -130,16 +130,16 @@ def _anchor(
     """All weights, coded as shards and put; then fetched, decoded and proved. Coding alone: into memory."""
     arrays = [array.view(np.uint8).data for array in weights.arrays]
     nbytes = weights.layout.nbytes
-    writer = Writer(store)
-    aside = Writer(MemoryStore())
-    manifest = _committed(writer, weights)
+    upload = Upload(store)
+    aside = Upload(MemoryStore())
+    manifest = _committed(upload, weights)
     held = _committed(aside, weights)
     calls = [
         Call("plain put", lambda: plain.write(arrays), nbytes),
         Call("plain get", plain.read, nbytes),
-        Call("coding of put", lambda: put_anchor(Writer(MemoryStore()), weights, 0), nbytes),
+        Call("coding of put", lambda: AnchorPayloads(weights, 0).put(Upload(MemoryStore())), nbytes),
         Call("coding of get", lambda: load(aside.log, held), nbytes),
-        Call("put", lambda: put_anchor(writer, weights, 0), nbytes, prepare=lambda: _clear(store)),
+        Call("put", lambda: AnchorPayloads(weights, 0).put(upload), nbytes, prepare=lambda: _clear(store)),
         Call("get", lambda: load(Log(store), manifest), nbytes),
     ]
     if client is not None:
@@ -179,8 +179,8 @@ def _rows(label: str, timings: dict[str, Timing]) -> list[Row]:
 def _requests() -> list[Row]:
     """Round trips, counted."""
     store = FaultyStore(MemoryStore())
-    writer = Writer(store)
-    writer.open()
+    upload = Upload(store)
+    upload.open()
     layout = _weights(1024).layout
     rows: list[Row] = []
 
@@ -189,20 +189,21 @@ def _requests() -> list[Row]:
         run()
         rows.append({"what": what, "requests": len(store.operations) - before})
 
-    count("commit of one payload", lambda: writer.commit(_manifest(writer, layout, (writer.put(b"payload"),))))
-    count("head check, nothing new", lambda: writer.log.head(after=0))
-    count("open a writer on a feed (probe, feed, head)", lambda: Writer(store).open())
+    count("commit of one payload", lambda: upload.commit(_manifest(upload, layout, (upload.put(b"payload"),))))
+    count("head check, nothing new", lambda: upload.log.head(after=0))
+    count("open a writer on a feed (probe, feed, head)", lambda: Upload(store).open())
     return rows
 
 
-def _committed(writer: Writer, weights: Weights) -> Manifest:
-    refs, digest = put_anchor(writer, weights, 0)
-    manifest = replace(_manifest(writer, weights.layout, refs), digest=digest)
-    writer.commit(manifest)
+def _committed(upload: Upload, weights: Weights) -> Manifest:
+    payloads = AnchorPayloads(weights, 0)
+    part = payloads.put(upload)
+    manifest = replace(_manifest(upload, weights.layout, part.payloads), digest=payloads.start + part.digest_delta)
+    upload.commit(manifest)
     return manifest
 
 
-def _manifest(writer: Writer, layout: Layout, refs: tuple[PayloadRef, ...]) -> Manifest:
+def _manifest(upload: Upload, layout: Layout, refs: tuple[PayloadRef, ...]) -> Manifest:
     return Manifest(
         kind="anchor",
         version=0,
@@ -210,7 +211,7 @@ def _manifest(writer: Writer, layout: Layout, refs: tuple[PayloadRef, ...]) -> M
         digest=StateDigest.ZERO,
         elements=layout.elements,
         payloads=refs,
-        writer=writer.id,
+        writer=upload.id,
         created_unix_s=0,
     )
 

@@ -22,7 +22,7 @@ from deltasync.format.payload import PayloadHeader, payload_chunks
 from deltasync.parallel import Progress, counting, each
 from deltasync.replica.loop import poll_pause_s
 from deltasync.trainer.anchoring import AnchorPolicy
-from deltasync.trainer.version import DELTA_BYTES_LEAST, DELTA_BYTES_MOST, DELTA_PAYLOADS
+from deltasync.trainer.versions import DELTA_BYTES_LEAST, DELTA_BYTES_MOST, DELTA_PAYLOADS
 
 STEP_VARIATION = 0.1
 """By which share of it the time between two versions varies: a follower polls less often when it expects none."""

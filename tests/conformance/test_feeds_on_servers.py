@@ -12,7 +12,7 @@ from support.hub import Hub
 import deltasync
 from deltasync import ConflictError, NotFoundError, Retention, Store, StoreError
 from deltasync.feed.log import Log
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format import keys
 from deltasync.format.sealed import LeaseRecord
 
@@ -99,7 +99,7 @@ def test_a_batch_that_fails_half_way(bucket: Store, standin: Hub, tmp_path: Path
 
 
 def test_two_writers_on_a_bucket(bucket: Store) -> None:
-    first, second = Writer(bucket), Writer(bucket)
+    first, second = Upload(bucket), Upload(bucket)
     first.open()
     with pytest.raises(ConflictError, match=first.id):
         second.open()
@@ -111,7 +111,7 @@ def test_two_writers_on_a_bucket(bucket: Store) -> None:
 
 def test_a_bucket_is_refused_where_fencing_is_required(bucket: Store) -> None:
     with pytest.raises(StoreError, match="no create-if-absent"):
-        Writer(bucket, require_fencing=True).open()
+        Upload(bucket, require_fencing=True).open()
 
 
 @pytest.mark.e2e
@@ -130,4 +130,4 @@ def test_a_server_that_ignores_conditions(
     use(open_store(), tmp_path)
     assert "ignores create-if-absent" in caplog.text
     with pytest.raises(StoreError, match="ignores create-if-absent"):
-        Writer(open_store(), require_fencing=True).open()
+        Upload(open_store(), require_fencing=True).open()

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from deltasync.errors import DeltasyncError
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format.manifest import Manifest
 from deltasync.store import open_store
 from deltasync.store.protocol import Store
@@ -63,10 +63,10 @@ class Failing:
 
 def commit_behind_its_back(store: Store) -> None:
     """Another writer takes the next version."""
-    writer = Writer(store)
-    head = writer.open()
+    upload = Upload(store)
+    head = upload.open()
     assert head is not None
-    writer.commit(
+    upload.commit(
         Manifest(
             kind="delta",
             version=head.version + 1,
@@ -76,7 +76,7 @@ def commit_behind_its_back(store: Store) -> None:
             digest=head.digest,
             elements=head.elements,
             changed=0,
-            writer=writer.id,
+            writer=upload.id,
             created_unix_s=1,
         )
     )

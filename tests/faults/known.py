@@ -15,7 +15,7 @@ from deltasync import blocks
 from deltasync.errors import StoreError
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.payload import PayloadHeader, write_payload
@@ -132,31 +132,31 @@ class Author:
     """Commits changes one by one at the level of the log, where that is quicker than whole checkpoints."""
 
     def __init__(self, store: Store) -> None:
-        self.writer = Writer(store)
-        found = self.writer.open()
+        self.upload = Upload(store)
+        found = self.upload.open()
         assert found is not None, "the feed has no version to go on from"
         self.head = found
-        self.weights = load(self.writer.log, found)
+        self.weights = load(self.upload.log, found)
 
     def commit(self, new: State) -> Manifest:
         """The next version, as a delta."""
         weights = Weights.of(new)
-        manifest = change(self.writer, self.head, self.weights, self.head.version + 1, weights)
-        self.writer.commit(manifest)
+        manifest = change(self.upload, self.head, self.weights, self.head.version + 1, weights)
+        self.upload.commit(manifest)
         self.head = manifest
         self.weights = Weights(weights.layout, tuple(array.copy() for array in weights.arrays))
         return manifest
 
     def catch_up(self) -> None:
         """Move on to what others have committed."""
-        log = self.writer.log
+        log = self.upload.log
         found = log.head(after=self.head.version)
         if found is not None:
             replay(log, plan(log, found, start=self.head.version), self.weights)
             self.head = found
 
 
-def change(writer: Writer, parent: Manifest, old: Weights, version: int, new: Weights) -> Manifest:
+def change(upload: Upload, parent: Manifest, old: Weights, version: int, new: Weights) -> Manifest:
     """The manifest of a delta, or of a skip, whose payload is put and which is not committed."""
     found = blocks.encode_delta(old, new)
     digest = sum((block.digest for block in found), parent.digest)
@@ -170,17 +170,17 @@ def change(writer: Writer, parent: Manifest, old: Weights, version: int, new: We
         digest=digest,
         step=version,
         changed=sum(block.changed for block in found),
-        payloads=(writer.put(write_payload(header, found)),) if found else (),
+        payloads=(upload.put(write_payload(header, found)),) if found else (),
         base=None,
-        writer=writer.id,
+        writer=upload.id,
     )
 
 
 def add_skip(store: Store, start: int, end: int, states: Mapping[int, State]) -> Manifest:
     """Commit the skip from `start` to `end`."""
-    writer = Writer(store)
+    upload = Upload(store)
     old, new = Weights.of(states[start]), Weights.of(states[end])
-    manifest = change(writer, writer.log.read(start), old, end, new)
-    assert manifest.digest == writer.log.read(end).digest
-    writer.commit(manifest)
+    manifest = change(upload, upload.log.read(start), old, end, new)
+    assert manifest.digest == upload.log.read(end).digest
+    upload.commit(manifest)
     return manifest

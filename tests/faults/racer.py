@@ -30,7 +30,7 @@ def content(version: int, number: int) -> State:
 def race(store: Store, number: int, *, total: int, stops: bool) -> Tally:
     """Commit until the feed has `total` versions; after a conflict stop, or go on from the new head."""
     author = Author(store)
-    tally = Tally(number, author.writer.id)
+    tally = Tally(number, author.upload.id)
     while author.head.version < total - 1:
         version = author.head.version + 1
         try:

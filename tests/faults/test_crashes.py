@@ -29,7 +29,7 @@ from deltasync.format import keys
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at, at_random
-from deltasync.trainer import version as anchors
+from deltasync.trainer import versions as anchors
 from deltasync.upkeep.prune import ORPHAN_S, Retention, plan_prune, prune
 
 

@@ -9,7 +9,7 @@ from support.helpers import State
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
 from deltasync.feed.files import fetch_files
 from deltasync.feed.log import Log
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.weights import Weights
@@ -17,7 +17,7 @@ from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Fault, FaultyStore, at
-from deltasync.trainer import version as anchors
+from deltasync.trainer import versions as anchors
 from deltasync.upkeep.prune import Pruning, Retention, plan_prune, prune
 from deltasync.upkeep.verify import Verification, verify
 
@@ -223,12 +223,12 @@ def test_a_flip_after_a_lost_answer_is_no_other_writer(feed: MemoryStore) -> Non
     """A commit happened and its answer was lost; of the next attempt, what is read back is damaged."""
     store = FaultyStore(copy_of(feed), lambda op: Fault("flip") if op.number == flipped_number else None)
     flipped_number = 0
-    writer = Writer(store)
-    head = writer.log.require_head()
-    manifest = change(writer, head, Weights.of(STATES[6]), 7, Weights.of(STATES[7]))
+    upload = Upload(store)
+    head = upload.log.require_head()
+    manifest = change(upload, head, Weights.of(STATES[6]), 7, Weights.of(STATES[7]))
     assert store.create(keys.version_key(7), manifest.to_bytes())
     flipped_number = len(store.operations) + 2
-    writer.commit(manifest)
+    upload.commit(manifest)
     assert [op.verb for op in store.operations[-3:]] == ["create", "get_range", "get_range"]
 
 

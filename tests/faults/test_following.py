@@ -20,7 +20,7 @@ from deltasync.replica.follower import Follower
 from deltasync.store import patient
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, Operation, at, at_random
-from deltasync.trainer import version as anchors
+from deltasync.trainer import versions as anchors
 
 
 @pytest.fixture(autouse=True)

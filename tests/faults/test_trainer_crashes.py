@@ -16,7 +16,7 @@ from deltasync.store import patient
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
-from deltasync.trainer import version as anchors
+from deltasync.trainer import versions as anchors
 
 STEPS = 4
 

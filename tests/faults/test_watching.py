@@ -18,7 +18,7 @@ from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
-from deltasync.trainer import version as anchors
+from deltasync.trainer import versions as anchors
 from deltasync.upkeep.prune import Retention, plan_prune, prune
 from deltasync.upkeep.restore import restore
 from deltasync.upkeep.verify import verify

@@ -31,7 +31,7 @@ from support.helpers import State
 
 from deltasync.errors import ConflictError, StoreError
 from deltasync.feed.log import Log
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format import keys
 from deltasync.format.sealed import LeaseRecord
 from deltasync.store.leased import LEASE_S, LeasedStore
@@ -193,12 +193,12 @@ def test_a_commit_may_be_repeated() -> None:
     publish(store, 0)
     author = Author(store)
     manifest = author.commit(nth(1))
-    author.writer.commit(manifest)
+    author.upload.commit(manifest)
     before = manifests(store)
     with pytest.raises(ConflictError) as caught:
-        author.writer.commit(publish(copy_of_first(store), 2))
+        author.upload.commit(publish(copy_of_first(store), 2))
     assert manifests(store) == before
-    assert author.writer.id in str(caught.value)
+    assert author.upload.id in str(caught.value)
 
 
 def copy_of_first(store: Store) -> MemoryStore:
@@ -221,7 +221,7 @@ UNFENCED: list[type[MemoryStore]] = [LyingStore, UnfencedStore]
 @pytest.mark.parametrize("kind", UNFENCED)
 def test_a_store_that_cannot_fence_is_leased(kind: type[MemoryStore], caplog: pytest.LogCaptureFixture) -> None:
     store = kind()
-    first, second = Writer(store), Writer(store)
+    first, second = Upload(store), Upload(store)
     with caplog.at_level(logging.WARNING):
         first.open()
     warned = any("ignores create-if-absent" in record.message for record in caplog.records)
@@ -252,9 +252,9 @@ def test_a_writer_that_lost_its_lease_commits_nothing() -> None:
     store = UnfencedStore()
     publish(store, 0)
     slow = Author(store)
-    store.put(keys.LEASE, LeaseRecord(slow.writer.id, 1).to_bytes())
+    store.put(keys.LEASE, LeaseRecord(slow.upload.id, 1).to_bytes())
     publish(store, 1)
-    other = Writer(store)
+    other = Upload(store)
     other.open()
     before = manifests(store)
     with pytest.raises(ConflictError, match="holds the lease"):

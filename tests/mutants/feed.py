@@ -208,13 +208,13 @@ MUTANTS = (
     Mutant(
         name="commit-before-payload",
         harm="A manifest is visible before its payload: a trainer that dies in between leaves an empty version.",
-        path="src/deltasync/feed/writer.py",
-        old="        self.store.put(keys.payload_key(ref.sha256), data)\n        return ref\n",
-        new="        create = self._create\n"
-        "        self._create = lambda key, manifest: (  # type: ignore[method-assign]\n"
-        "            create(key, manifest), self.store.put(keys.payload_key(ref.sha256), data)\n"
+        path="src/deltasync/feed/upload.py",
+        old="        self.store.put(keys.payload_key(ref.sha256), data)\n        self._there",
+        new="        commit = self.commit\n"
+        "        self.commit = lambda manifest, *, key=None: (  # type: ignore[method-assign]\n"
+        "            commit(manifest, key=key), self.store.put(keys.payload_key(ref.sha256), data)\n"
         "        )\n"
-        "        return ref\n",
+        "        self._there",
         killers=(
             "tests/faults/test_watching.py::test_a_replica_sees_whole_versions_only",
             "tests/faults/test_crashes.py::test_crash_at_every_operation",
@@ -226,23 +226,23 @@ MUTANTS = (
         path="src/deltasync/store/patient.py",
         old="                if error.transient and self._has(key, data):\n",
         new="                if error.transient and not self._has(key, data):\n",
-        killers=("tests/unit/test_feed_writer.py::test_a_lost_response_is_no_conflict",),
+        killers=("tests/unit/test_feed_upload.py::test_a_lost_response_is_no_conflict",),
     ),
     Mutant(
         name="own-commit-is-a-conflict",
         harm="A retry that meets its own commit stops the trainer as if another one had won.",
-        path="src/deltasync/feed/writer.py",
+        path="src/deltasync/feed/upload.py",
         old="        if stored == data:\n            return\n",
         new="",
-        killers=("tests/unit/test_feed_writer.py::test_committing_twice_is_fine",),
+        killers=("tests/unit/test_feed_upload.py::test_committing_twice_is_fine",),
     ),
     Mutant(
         name="foreign-commit-is-ours",
         harm="A trainer that another one has overtaken goes on as if its version had been committed.",
-        path="src/deltasync/feed/writer.py",
+        path="src/deltasync/feed/upload.py",
         old="        if stored == data:\n            return\n",
         new="        if stored is not None:\n            return\n",
-        killers=("tests/unit/test_feed_writer.py::test_other_bytes_are_a_conflict",),
+        killers=("tests/unit/test_feed_upload.py::test_other_bytes_are_a_conflict",),
     ),
     Mutant(
         name="lease-ignored",
@@ -250,7 +250,7 @@ MUTANTS = (
         path="src/deltasync/store/leased.py",
         old="held.writer != self._writer and held.expires_unix_s > now:\n",
         new="held.writer != self._writer and held.expires_unix_s < 0:\n",
-        killers=("tests/unit/test_feed_writer.py::test_a_lease_in_time",),
+        killers=("tests/unit/test_feed_upload.py::test_a_lease_in_time",),
     ),
     Mutant(
         name="lease-not-renewed",
@@ -258,15 +258,15 @@ MUTANTS = (
         path="src/deltasync/store/leased.py",
         old="        self.take()\n",
         new="",
-        killers=("tests/unit/test_feed_writer.py::test_a_commit_under_a_lease_asks_for_it_first",),
+        killers=("tests/unit/test_feed_upload.py::test_a_commit_under_a_lease_asks_for_it_first",),
     ),
     Mutant(
         name="put-that-stores-nothing",
         harm="A gateway that drops objects goes unnoticed, and the whole training run is not in the store.",
-        path="src/deltasync/feed/writer.py",
-        old="        probe_put(self._patient)\n        if not self._fences():\n",
+        path="src/deltasync/feed/upload.py",
+        old="        probe_put(self.patient)\n        if not self._fences():\n",
         new="        if not self._fences():\n",
-        killers=("tests/unit/test_feed_writer.py::test_a_store_that_keeps_nothing_is_noticed_when_a_feed_is_opened",),
+        killers=("tests/unit/test_feed_upload.py::test_a_store_that_keeps_nothing_is_noticed_when_a_feed_is_opened",),
     ),
     Mutant(
         name="bounded-read-removed",

@@ -9,18 +9,20 @@ from unittest import mock
 
 from deltasync.blocks import encode_changes, overwrite_all
 from deltasync.errors import ConflictError
+from deltasync.feed import upload
 from deltasync.feed.log import Log
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format import keys
+from deltasync.format.manifest import PayloadRef
 from deltasync.past import Past
 from deltasync.replica import mirror
 from deltasync.replica.delivery import Delivery
 from deltasync.state import Applied
 from deltasync.store.leased import LEASE_S, LeasedStore
 from deltasync.store.patient import PatientStore
-from deltasync.trainer import pipeline, publisher, version
+from deltasync.trainer import pipeline, publisher
 from deltasync.trainer.pipeline import Pipeline
-from deltasync.trainer.version import Metadata, Part, VersionWriter
+from deltasync.trainer.versions import Metadata, Part, VersionWriter
 from deltasync.upkeep import prune
 
 from .scheduler import scheduler
@@ -43,21 +45,21 @@ class _Equal:
 @contextmanager
 def _commit_before_payload() -> Iterator[None]:
     """The manifest of a delta is created first, and then its payload is put."""
-    put, commit, waiting = Writer.put, Writer.commit, "_planted"
+    put, commit, waiting = Upload.put, Upload.commit, "_planted"
 
-    def later(self: Writer, data: bytes) -> object:
+    def later(self: Upload, data: bytes, ref: Any = None, **options: Any) -> object:
         if b'"kind":"delta"' not in bytes(data[:4096]):
-            return put(self, data)
+            return put(self, data, ref, **options)
         self.__dict__.setdefault(waiting, []).append(data)
-        return version.PayloadRef.of(data)
+        return PayloadRef.of(data)
 
-    def first(self: Writer, manifest: Any) -> None:
-        commit(self, manifest)
+    def first(self: Upload, manifest: Any, **options: Any) -> None:
+        commit(self, manifest, **options)
         while self.__dict__.get(waiting):
             put(self, self.__dict__[waiting][0])
             self.__dict__[waiting].pop(0)
 
-    with mock.patch.object(Writer, "put", later), mock.patch.object(Writer, "commit", first):
+    with mock.patch.object(Upload, "put", later), mock.patch.object(Upload, "commit", first):
         yield
 
 
@@ -67,12 +69,12 @@ def _advance_early(self: Pipeline, job: Any, head: Any) -> Any:
     encoded = list(encode_changes(weights, changes))
     overwrite_all(weights, changes)
     metadata = Metadata(step=job.step, files=head.files, extra=job.extra)
-    committed = self.versions.delta(lambda: (block for block in encoded), head, metadata)
+    committed = self.versions.delta(encoded, head, metadata)
     self._advance(changes, committed)
     return committed.manifest, job.event(committed)
 
 
-def _always_conflict(self: Writer, key: str, data: bytes) -> None:
+def _always_conflict(self: Upload, key: str, data: bytes) -> None:
     raise ConflictError(f"{key} exists", key=key)
 
 
@@ -80,7 +82,7 @@ def _always_conflict(self: Writer, key: str, data: bytes) -> None:
 def _no_read_back() -> Iterator[None]:
     """A create without an answer has failed, and an object that is there is another writer's."""
     is_not_ours = mock.patch.object(PatientStore, "_has", return_value=False)
-    with is_not_ours, mock.patch.object(Writer, "_settle", _always_conflict):
+    with is_not_ours, mock.patch.object(Upload, "_settle", _always_conflict):
         yield
 
 
@@ -118,7 +120,7 @@ PLANTED: dict[str, Plant] = {
     "lost commit not looked for": _patch(VersionWriter, "lost_commit", lambda self, parent, digest_delta: None),
     "shadow file trusted without its digest": _patch(publisher, "blocks", SimpleNamespace(digest=lambda w: _Equal())),
     "mirror file trusted without its digest": _patch(mirror.MappedState, "open", _trust_record),
-    "payloads not put again after a sleep": _patch(version, "LATE_S", math.inf),
+    "payloads not put again after a sleep": _patch(upload, "LATE_S", math.inf),
     "orphans not listed again": _patch(prune, "_is_older", lambda *args: True),
     "changes for a target at another version": _patch(Delivery, "_is_proved_at", lambda self, version: True),
     "replicas not respected by prune": _patch(prune, "is_live", lambda beat, now, **options: False),

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 from deltasync.errors import StoreError
 from deltasync.feed.plan import plan
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.files import make_folder
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Bits, Weights, zeros
 from deltasync.state import State
 from deltasync.trainer.anchoring import AnchorBacklog, AnchorPolicy, Anchors
 from deltasync.trainer.capture import capture, copy_into, lock_shadow, shadow_weights
+from deltasync.trainer.group import Group, Message, resume
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
-from deltasync.trainer.ranks import Message, Ranks, resume
 from deltasync.trainer.shards import Box, Shards, ShardWeights, chunk
-from deltasync.trainer.version import Metadata, VersionWriter
+from deltasync.trainer.versions import Metadata, VersionWriter
 
 from .actors import LAYOUT, Actor, Model
 from .scheduler import Death
@@ -47,7 +47,7 @@ class Post:
         return self.boxes.setdefault((sender, receiver), deque())
 
 
-class SimRanks(Ranks):
+class SimRanks(Group):
     """Ranks that exchange messages in virtual time."""
 
     def __init__(self, post: Post, rank: int, size: int) -> None:
@@ -63,6 +63,9 @@ class SimRanks(Ranks):
             shared = self._take(0, 2 * TIMEOUT_S)
             assert not isinstance(shared, Message)
             bits[:] = shared
+
+    def fork(self) -> Group:
+        raise NotImplementedError
 
     def close(self) -> None:
         """There is nothing to release."""
@@ -199,10 +202,10 @@ class ShardedTrainer(Actor):
                 self.world.scheduler.sleep(step.pause_s)
             pipeline.close()
 
-    def _open(self, job: _Job, rank: int, store: ProcessStore, held: ExitStack) -> tuple[Pipeline, Ranks, Shards]:
+    def _open(self, job: _Job, rank: int, store: ProcessStore, held: ExitStack) -> tuple[Pipeline, Group, Shards]:
         config = self.world.config
         ranks, anchor_ranks = SimRanks(job.versions, rank, self._ranks), SimRanks(job.anchors, rank, self._ranks)
-        writer = Writer(store, retry_s=config.retry_s)
+        upload = Upload(store, retry_s=config.retry_s)
         with ranks.report_errors():
             shards = Shards(LAYOUT, [_box(spec.shape, rank, self._ranks) for spec in LAYOUT.tensors])
             path = self._shadow_file(rank)
@@ -210,16 +213,19 @@ class ShardedTrainer(Actor):
                 make_folder(path.parent)
             held.enter_context(lock_shadow(path))
             room = shadow_weights(shards.local, path)
-        state = ranks.agree("to this feed", None, lambda _: _open_feed(writer))
-        writer.id = state.writer
+        with ranks.decision("to this feed", None) as decision:
+            if decision.parts is not None:
+                decision.result = _open_feed(upload)
+        state: _FeedState = decision.result
+        upload.id = state.writer
         mine = ShardWeights(shards.local, room.arrays, shards)
         shadow = State(mine, state.head)
         if state.head is not None:
             resume(ranks, store, state.head, mine, shards, folder=self._folder)
-        versions = VersionWriter(writer=writer, layout=LAYOUT, shards=shards, group=ranks)
+        versions = VersionWriter(upload=upload, layout=LAYOUT, shards=shards, group=ranks)
         policy = AnchorPolicy(bytes_ratio=None, versions=config.anchor_versions)
         anchors = Anchors(replace(versions.beside(), group=anchor_ranks), shadow, policy, backlog=state.backlog)
-        held.callback(writer.close)
+        held.callback(upload.close)
         return Pipeline(versions, shadow, anchors), ranks, shards
 
     def _step(self, job: _Job, number: int) -> _Step:
@@ -234,9 +240,9 @@ class ShardedTrainer(Actor):
         return None if self._folder is None else self._folder / f"shadow-{rank}-of-{self._ranks}.safetensors"
 
 
-def _open_feed(writer: Writer) -> _FeedState:
-    head = writer.open()
-    return _FeedState(writer.id, head, None if head is None else AnchorBacklog.of(plan(writer.log, head)))
+def _open_feed(upload: Upload) -> _FeedState:
+    head = upload.open()
+    return _FeedState(upload.id, head, None if head is None else AnchorBacklog.of(plan(upload.log, head)))
 
 
 def _box(shape: Sequence[int], rank: int, ranks: int) -> Box:

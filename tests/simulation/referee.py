@@ -26,7 +26,7 @@ from deltasync.feed.fetch import fetch_payloads
 from deltasync.feed.files import fetch_files
 from deltasync.feed.log import LIVE_S, Log
 from deltasync.feed.plan import Edge
-from deltasync.feed.writer import LATE_S
+from deltasync.feed.upload import LATE_S
 from deltasync.format import keys
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest, PayloadRef

@@ -22,7 +22,7 @@ from deltasync import files, parallel
 from deltasync.errors import InvalidInputError
 from deltasync.format import payload
 from deltasync.format.manifest import Manifest
-from deltasync.trainer import exit, version
+from deltasync.trainer import exit, versions
 from deltasync.trainer.pipeline import Pipeline
 
 from .scheduler import POLL, Death, Process, Task, Waiter, scheduler
@@ -303,7 +303,7 @@ def virtual() -> Iterator[None]:
         patches.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.CRITICAL + 1)
         # A delta has several payloads, small as it is.
-        patches.enter_context(mock.patch.multiple(version, DELTA_BYTES_LEAST=1, INDEX_SHARE=0))
+        patches.enter_context(mock.patch.multiple(versions, DELTA_BYTES_LEAST=1, INDEX_SHARE=0))
         pools = parallel._Pools()
         pools.wanted = 1
         patches.enter_context(mock.patch.object(parallel, "_pools", pools))

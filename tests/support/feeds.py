@@ -17,12 +17,12 @@ from deltasync.errors import DeltasyncError
 from deltasync.feed.log import Log, manifest_key
 from deltasync.feed.plan import Plan
 from deltasync.feed.route import Route
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format import keys
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef
 from deltasync.format.payload import Block, PayloadHeader, write_payload
-from deltasync.format.weights import Weights
+from deltasync.format.weights import Readable, Weights
 from deltasync.state import State as HeldState
 from deltasync.state import load
 from deltasync.store.memory import MemoryStore
@@ -31,7 +31,7 @@ from deltasync.testing.faulty import Fault, FaultyStore, Operation, never
 from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
-from deltasync.trainer.version import put_anchor
+from deltasync.trainer.versions import AnchorPayloads
 from deltasync.upkeep.verify import verify
 
 from . import LONG_S
@@ -96,14 +96,23 @@ class NoFenceStore(SpyStore):
         raise AssertionError("this must not be called")
 
 
+def put_anchor(
+    upload: Upload, weights: Readable, version: int, **options: Any
+) -> tuple[tuple[PayloadRef, ...], StateDigest]:
+    """Put the shards of an anchor of all weights, or of those of one process; returns them, and their digest."""
+    payloads = AnchorPayloads(weights, version, **options)
+    part = payloads.put(upload)
+    return part.payloads, payloads.start + part.digest_delta
+
+
 class Feed:
     """A feed with real payloads. `states[v]` is what version v must come out as."""
 
     def __init__(self, store: Store | None = None) -> None:
         self.store: Store = SpyStore() if store is None else store
         self.log = Log(self.store)
-        self.writer = Writer(self.store)
-        self.writer.open()
+        self.upload = Upload(self.store)
+        self.upload.open()
         self.states: list[Weights] = []
         self.head: Manifest | None = None
 
@@ -119,7 +128,7 @@ class Feed:
     def anchor(self, tensors: dict[str, np.ndarray] | Weights) -> Manifest:
         """The next version as all weights, of any layout."""
         weights = tensors if isinstance(tensors, Weights) else Weights.of(tensors)
-        refs, digest = put_anchor(self.writer, weights, len(self.states))
+        refs, digest = put_anchor(self.upload, weights, len(self.states))
         return self._commit(self.new("anchor", weights, digest, payloads=refs), weights)
 
     def base(self, tensors: dict[str, np.ndarray], ref: BaseRef) -> Manifest:
@@ -138,11 +147,11 @@ class Feed:
 
     def late_anchor(self, version: int) -> Manifest:
         """An anchor that is added to a version."""
-        refs, digest = put_anchor(self.writer, self.states[version], version)
+        refs, digest = put_anchor(self.upload, self.states[version], version)
         committed = self.log.read(version)
         manifest = replace(self.new("anchor", self.states[version], digest, payloads=refs), version=version)
         manifest = replace(manifest, parent=None, parent_digest=None, files=committed.files)
-        self.writer.add_anchor(manifest)
+        self.upload.commit(manifest, key=keys.anchor_key(version))
         return manifest
 
     def skip(self, start: int, end: int, **fields: Any) -> Manifest:
@@ -157,7 +166,7 @@ class Feed:
             changed=sum(block.changed for block in found),
         )
         manifest = replace(manifest, **fields)
-        self.writer.commit(manifest)
+        self.upload.commit(manifest)
         return manifest
 
     def put_change(self, start: int, end: int, group: Sequence[Block], **fields: Any) -> PayloadRef:
@@ -165,7 +174,7 @@ class Feed:
         before = blocks.digest(self.states[start])
         digest = sum((block.digest for block in group), before)
         header = PayloadHeader("delta", self.states[start].layout, before, digest, end)
-        return self.writer.put(write_payload(replace(header, **fields), group))
+        return self.upload.put(write_payload(replace(header, **fields), group))
 
     def next_state(self) -> Weights:
         """Some flipped bits on top of the newest state."""
@@ -181,7 +190,7 @@ class Feed:
             layout_sha256=weights.layout.sha256,
             digest=digest,
             elements=weights.layout.elements,
-            writer=self.writer.id,
+            writer=self.upload.id,
             created_unix_s=NOW_UNIX_S,
             parent=None if self.head is None else self.head.version,
             parent_digest=None if self.head is None else self.head.digest,
@@ -195,7 +204,7 @@ class Feed:
         # First: another thread may see the version as soon as it is committed.
         self.states.append(weights)
         try:
-            self.writer.commit(manifest)
+            self.upload.commit(manifest)
         except BaseException:
             self.states.pop()
             raise

@@ -15,7 +15,7 @@ from deltasync.feed.files import fetch_files
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
 from deltasync.feed.route import Route
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format import keys, limits
 from deltasync.format.layout import DTYPES, TensorSpec
 from deltasync.format.manifest import PayloadRef
@@ -73,8 +73,8 @@ def lease(store: MemoryStore) -> object:
 
 
 def commit(store: MemoryStore) -> object:
-    writer = Writer(store)
-    return writer.commit(replace(paper("anchor", 0, 9), writer=writer.id))
+    upload = Upload(store)
+    return upload.commit(replace(paper("anchor", 0, 9), writer=upload.id))
 
 
 READS: dict[str, tuple[str, Callable[[MemoryStore], object], int, str]] = {

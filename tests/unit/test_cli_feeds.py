@@ -23,7 +23,7 @@ from deltasync.cli import main as cli
 from deltasync.cli.feeds import base_ref
 from deltasync.cli.units import ranges_text, size_text, time_text
 from deltasync.feed.log import Log
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.sealed import Heartbeat
@@ -378,7 +378,7 @@ def test_verify_damage(place: Path, capsys: Out) -> None:
 
 def test_verify_reports_orphans_bases_and_pruned_versions(place: Path, capsys: Out) -> None:
     run("prune", "feed", "--keep-anchors", "1", "--keep-versions", "1", "--yes")
-    Writer(LocalStore(place / "feed")).put(b"12345")
+    Upload(LocalStore(place / "feed")).put(b"12345")
     capsys.readouterr()
     assert run("verify", "feed") == 0
     out = text(capsys)

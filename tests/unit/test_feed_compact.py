@@ -13,7 +13,7 @@ from deltasync import compact, verify
 from deltasync.errors import CorruptError, InvalidInputError, NotFoundError, StoreError
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
-from deltasync.feed.writer import LATE_S
+from deltasync.feed.upload import LATE_S
 from deltasync.format import keys
 from deltasync.format.weights import Weights, zeros
 from deltasync.past import Past

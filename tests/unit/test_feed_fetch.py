@@ -74,18 +74,18 @@ def other_layout(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
     other = Weights.of({"x": np.zeros(4, np.float32)})
     start = blocks.digest(feed.states[0])
     header = PayloadHeader("delta", other.layout, start, start, 1)
-    return told_by(feed, new, [feed.put_change(0, 1, parts[0]), feed.writer.put(write_payload(header, []))])
+    return told_by(feed, new, [feed.put_change(0, 1, parts[0]), feed.upload.put(write_payload(header, []))])
 
 
 def other_layout_of_that_size(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
     other = Weights.of({"x": np.zeros(new.layout.elements, np.float32)})
     start = blocks.digest(feed.states[0])
     header = PayloadHeader("delta", other.layout, start, start, 1)
-    return told_by(feed, new, [feed.put_change(0, 1, parts[0]), feed.writer.put(write_payload(header, []))])
+    return told_by(feed, new, [feed.put_change(0, 1, parts[0]), feed.upload.put(write_payload(header, []))])
 
 
 def not_a_payload(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
-    return told_by(feed, new, [feed.put_change(0, 1, parts[0]), feed.writer.put(write_files({"a": b"b"}))])
+    return told_by(feed, new, [feed.put_change(0, 1, parts[0]), feed.upload.put(write_files({"a": b"b"}))])
 
 
 def gone(feed: Feed, new: Weights, parts: list[list[Any]]) -> Manifest:
@@ -149,7 +149,7 @@ def anchor_of(feed: Feed, refs: tuple[PayloadRef, ...], **fields: Any) -> Manife
 def shard(feed: Feed, blocks_of_it: list[Any], version: int | None = 1) -> PayloadRef:
     layout = feed.states[0].layout
     digest = sum((block.digest for block in blocks_of_it), layout_digest(layout))
-    return feed.writer.put(write_payload(PayloadHeader("shard", layout, None, digest, version), blocks_of_it))
+    return feed.upload.put(write_payload(PayloadHeader("shard", layout, None, digest, version), blocks_of_it))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_shards_that_do_not_belong(how: str, rule: str | None) -> None:
     whole = PayloadHeader("anchor", weights.layout, None, blocks.digest(weights), 1)
     refs = {
         "whole": lambda: [shard(feed, found[:2]), shard(feed, found[2:])],
-        "one anchor": lambda: [feed.writer.put(write_payload(whole, found))],
+        "one anchor": lambda: [feed.upload.put(write_payload(whole, found))],
         "a hole of zeros": lambda: [shard(feed, others)],
         "a shard is missing": lambda: [shard(feed, found[:1])],
         "a shard twice": lambda: [shard(feed, found), shard(feed, found[:1])],
@@ -208,7 +208,7 @@ def test_a_skip_to_a_version_of_another_layout_is_refused_not_followed() -> None
     start, end = feed.log.read(1), feed.log.read(3)
     digest_delta = sum((block.digest for block in found), start.digest)
     header = PayloadHeader("delta", new.layout, start.digest, digest_delta, 3)
-    ref = feed.writer.put(write_payload(header, found))
+    ref = feed.upload.put(write_payload(header, found))
     skip = replace(
         feed.new("skip", new, digest_delta, payloads=(ref,)),
         version=3,
@@ -216,7 +216,7 @@ def test_a_skip_to_a_version_of_another_layout_is_refused_not_followed() -> None
         parent_digest=start.digest,
         changed=sum(block.changed for block in found),
     )
-    feed.writer.commit(skip)
+    feed.upload.commit(skip)
     lying = replace(end, digest=digest_delta)
     feed.store.put(keys.version_key(3), lying.to_bytes())
     found_error = refused(feed, lying)

@@ -123,7 +123,7 @@ def test_the_cheapest_way_to_a_pinned_version_is_kept() -> None:
     """A skip leads over three deltas, which are not needed then. Files beside the weights are those of the version."""
     feed = anchored(14, (10,))
     feed.skip(0, 4)
-    old, new = (feed.writer.put(write_files({"config.json": text})) for text in (b"1", b"2"))
+    old, new = (feed.upload.put(write_files({"config.json": text})) for text in (b"1", b"2"))
     for v in range(14):
         manifest = feed.log.read(v)
         feed.store.put(keys.version_key(v), replace(manifest, files=old if v == 4 else new).to_bytes())

@@ -8,7 +8,7 @@ from support.feeds import NOW_UNIX_S, Feed, SpyStore, flip, paper, same_weights,
 
 from deltasync.errors import CorruptError, InvalidInputError
 from deltasync.feed.log import LIVE_S, Log, manifest_key
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format import keys
 from deltasync.format.companions import write_files
 from deltasync.format.digest import StateDigest
@@ -274,7 +274,7 @@ def test_weights_that_come_back_are_not_shared_with_what_goes() -> None:
 def test_files_beside_the_weights_stay() -> None:
     """They are shared by versions, and a publisher that is at work may be about to name them again."""
     feed = Feed.of(6)
-    old, new = (feed.writer.put(write_files({"config.json": text})) for text in (b"1", b"2"))
+    old, new = (feed.upload.put(write_files({"config.json": text})) for text in (b"1", b"2"))
     for version in range(6):
         manifest = feed.log.read(version)
         feed.store.put(keys.version_key(version), replace(manifest, files=old if version < 3 else new).to_bytes())
@@ -290,7 +290,7 @@ def test_a_late_publisher_finds_its_version_taken() -> None:
     feed = skipping()
     prune(feed.store, plan_prune(feed.store, Retention(anchors=1, versions=1)))
     assert feed.store.create(keys.version_key(1), b"") is False
-    assert Writer(feed.store).open() == feed.head
+    assert Upload(feed.store).open() == feed.head
 
 
 # --- replicas ---------------------------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def test_a_replica_that_caught_up_lets_go() -> None:
 @pytest.mark.parametrize(("age_s", "goes"), [(0, False), (ORPHAN_S - 60, False), (ORPHAN_S + 60, True)])
 def test_orphans_get_a_day(age_s: float, goes: bool) -> None:
     feed = Feed.of(3)
-    ref = feed.writer.put(b"left behind")
+    ref = feed.upload.put(b"left behind")
     feed.store.put("payloads/readme.txt", b"not ours")
     assert isinstance(feed.store, SpyStore)
     feed.store.age(keys.payload_key(ref.sha256), time.time() - age_s)
@@ -371,7 +371,7 @@ def test_orphans_get_a_day(age_s: float, goes: bool) -> None:
 
 def test_an_orphan_that_is_put_again_after_the_plan_stays() -> None:
     feed = Feed.of(3)
-    refs = [feed.writer.put(text) for text in (b"comes back", b"stays away")]
+    refs = [feed.upload.put(text) for text in (b"comes back", b"stays away")]
     assert isinstance(feed.store, SpyStore)
     for ref in refs:
         feed.store.age(keys.payload_key(ref.sha256), time.time() - ORPHAN_S - 60)

@@ -10,7 +10,7 @@ from support.helpers import state
 from deltasync.errors import ConflictError, CorruptError, DeltasyncError, InvalidInputError, NotFoundError
 from deltasync.feed.log import Log
 from deltasync.feed.pins import pin
-from deltasync.feed.writer import LATE_S
+from deltasync.feed.upload import LATE_S
 from deltasync.format import keys
 from deltasync.format.companions import write_files
 from deltasync.format.sealed import Heartbeat
@@ -105,7 +105,7 @@ def test_several_destinations_and_relays_of_copies() -> None:
 
 def test_files_beside_the_weights_are_sent_once() -> None:
     feed, copy = Feed(), SpyStore()
-    ref = feed.writer.put(write_files({"config.json": b"{}"}))
+    ref = feed.upload.put(write_files({"config.json": b"{}"}))
     new = feed.new
     feed.new = lambda *args, **fields: new(*args, **{"files": ref, **fields})  # type: ignore[method-assign]
     feed.anchor(state())

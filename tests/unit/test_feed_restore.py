@@ -22,14 +22,14 @@ from deltasync.upkeep.restore import plan_restore, restore
 
 def published(feed: Feed, files: dict[str, bytes]) -> Manifest:
     """The next version, with files beside its weights."""
-    ref = feed.writer.put(write_files(files))
+    ref = feed.upload.put(write_files(files))
     new = feed.next_state()
     found = blocks.encode_delta(feed.states[-1], new)
     version = len(feed.states)
     refs = (feed.put_change(version - 1, version, found),)
     count = sum(block.changed for block in found)
     manifest = feed.new("delta", new, blocks.digest(new), payloads=refs, changed=count, files=ref)
-    feed.writer.commit(manifest)
+    feed.upload.commit(manifest)
     feed.states.append(new)
     feed.head = manifest
     return manifest

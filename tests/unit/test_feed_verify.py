@@ -195,7 +195,7 @@ def lying_delta(feed: Feed, *, blame: str) -> None:
         header = PayloadHeader("delta", new.layout, manifest.parent_digest, manifest.digest, 2)
         assert manifest.changed is not None
         wrong = replace(manifest, changed=manifest.changed - 1)
-    ref = feed.writer.put(write_payload(header, found))
+    ref = feed.upload.put(write_payload(header, found))
     feed.store.put(V(2), replace(wrong, payloads=(ref,)).to_bytes())
 
 
@@ -219,7 +219,7 @@ def test_a_skip_of_another_layout() -> None:
     digest_delta = end.digest - start.digest - sum((b.digest for b in found), StateDigest.ZERO)
     forged = replace(found[0], digest=found[0].digest + digest_delta)
     header = PayloadHeader("delta", old.layout, start.digest, end.digest, 2)
-    ref = feed.writer.put(write_payload(header, [forged, *found[1:]]))
+    ref = feed.upload.put(write_payload(header, [forged, *found[1:]]))
     fields = {"layout_sha256": old.layout.sha256, "elements": old.layout.elements, "payloads": (ref,)}
     feed.skip(0, 2, changed=sum(b.changed for b in found), **fields)
     checked = verify(feed.store, deep=True)
@@ -230,7 +230,7 @@ def test_a_skip_of_another_layout() -> None:
 def with_files(versions: int) -> tuple[Feed, str]:
     """Every version names the same files beside its weights."""
     feed = Feed.of(versions)
-    ref = feed.writer.put(write_files({"config.json": b"{}"}))
+    ref = feed.upload.put(write_files({"config.json": b"{}"}))
     for version in range(versions):
         feed.store.put(V(version), replace(feed.log.read(version), files=ref).to_bytes())
     return feed, keys.payload_key(ref.sha256)
@@ -270,8 +270,8 @@ def test_damage_above_the_floor_is_lost(deep: bool) -> None:
 @DEPTHS
 def test_orphans_are_counted_and_no_damage(deep: bool) -> None:
     feed = feed_of_8()
-    feed.writer.put(b"x" * 100)
-    feed.writer.put(b"y" * 11)
+    feed.upload.put(b"x" * 100)
+    feed.upload.put(b"y" * 11)
     feed.store.put("payloads/readme.txt", b"stray")
     found = verify(feed.store, deep=deep)
     assert found.is_clean

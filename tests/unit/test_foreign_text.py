@@ -225,7 +225,7 @@ def test_the_feed_that_nothing_is_planted_in(
     """The commands work: otherwise the tests above would look at nothing."""
     monkeypatch.chdir(tmp_path)
     feed = Feed.of(2, LocalStore("feed"))
-    ref = feed.writer.put(write_files({"config.json": b"{}"}))
+    ref = feed.upload.put(write_files({"config.json": b"{}"}))
     manifest(files=ref.to_json(), writer="somebody", extra={"reward": "0.7"})(feed)
     shown = run_all(capsys, caplog)
     for text in ("somebody", "reward", "0.7", "2 versions", "version 1 is live", "embed"):

@@ -45,7 +45,7 @@ def feed_with_files(versions: int) -> Feed:
 
     def with_files(*args: object, **fields: object) -> object:
         config = b'{"model_type": "test"}' if len(feed.states) < 2 else b'{"model_type": "other"}'
-        ref = feed.writer.put(write_files({"config.json": config, "sub/vocab.txt": b"a b c"}))
+        ref = feed.upload.put(write_files({"config.json": config, "sub/vocab.txt": b"a b c"}))
         return new(*args, **{"files": ref, **fields})  # type: ignore[arg-type]
 
     feed.new = with_files  # type: ignore[assignment, method-assign]

@@ -26,7 +26,7 @@ from deltasync.format.weights import Changes, Weights
 from deltasync.replica.mirror import MappedState, MirrorRecord
 from deltasync.state import Applied, State
 from deltasync.store.protocol import Store, WrapperStore
-from deltasync.trainer import version as anchors
+from deltasync.trainer import versions as anchors
 
 SHA = "ab" * 32
 

@@ -17,7 +17,7 @@ from deltasync.format import keys
 from deltasync.format.weights import Weights
 from deltasync.replica.target import Staged
 from deltasync.testing.faulty import Fault, FaultyStore, Operation
-from deltasync.trainer import version as anchors
+from deltasync.trainer import versions as anchors
 
 __all__ = ["quick"]
 

@@ -1,26 +1,24 @@
 """A pruner or a publisher that sleeps for days at any point loses no committed version. All clocks are simulated."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import numpy as np
 import pytest
 from support import LONG_S
-from support.feeds import Feed, SpyStore, publish, publisher
+from support.feeds import Feed, SpyStore, publish, publisher, put_anchor
 from support.helpers import state
 
-from deltasync.blocks import encode_changes
 from deltasync.errors import StoreError
 from deltasync.feed.log import Log
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.weights import Weights
 from deltasync.store.probe import probe_clock
 from deltasync.store.protocol import Data, ObjectInfo
-from deltasync.trainer import version
+from deltasync.trainer import versions
 from deltasync.trainer.capture import capture
-from deltasync.trainer.version import Metadata, VersionWriter, put_anchor
+from deltasync.trainer.versions import EncodedChanges, Metadata, VersionWriter
 from deltasync.upkeep.prune import ORPHAN_S, Retention, plan_prune, prune
 from deltasync.upkeep.verify import verify
 
@@ -110,7 +108,7 @@ def test_a_pruner_that_sleeps_while_it_plans(prefix: str, when: str) -> None:
 def orphaned(store: SleepyStore) -> tuple[Feed, Callable[[], Manifest]]:
     """A feed, and the anchor that a publisher that died left behind two days ago: a function that commits it."""
     feed = Feed.of(3, store)
-    put_anchor(feed.writer, feed.states[2], 2)
+    put_anchor(feed.upload, feed.states[2], 2)
     store.now_s += 2 * DAY_S
     return feed, lambda: feed.late_anchor(2)
 
@@ -150,7 +148,7 @@ def test_a_pruner_whose_clock_is_ahead(ahead_s: float) -> None:
     """The age of an orphan is by the clock of the store."""
     store = SleepyStore()
     feed = Feed.of(3, store)
-    refs, _ = put_anchor(feed.writer, feed.states[2], 2)
+    refs, _ = put_anchor(feed.upload, feed.states[2], 2)
     plan = plan_prune(store, Retention(anchors=1, versions=1), clock=lambda: store.now_s + ahead_s)
     prune(store, plan, clock=lambda: store.now_s + ahead_s)
     assert {item.key for item in store.list(keys.PAYLOADS)} >= {keys.payload_key(ref.sha256) for ref in refs}
@@ -164,9 +162,9 @@ class Trainer:
 
     def __init__(self, store: SleepyStore) -> None:
         self.weights = Weights.of(state())
-        self.writer = Writer(store, clock=store.clock)
-        self.writer.open()
-        self.versions = VersionWriter(writer=self.writer, layout=self.weights.layout)
+        self.upload = Upload(store, clock=store.clock)
+        self.upload.open()
+        self.versions = VersionWriter(upload=self.upload, layout=self.weights.layout)
         self.head: Manifest | None = None
 
     def first(self, files: PayloadRef | None = None) -> None:
@@ -178,8 +176,8 @@ class Trainer:
             array.reshape(-1)[:1] ^= array.dtype.type(1)
         new = Weights(self.weights.layout, tuple(arrays))
         assert self.head is not None
-        encode = partial(encode_changes, self.weights, capture(self.weights, new))
-        self.head = self.versions.delta(encode, self.head, Metadata()).manifest
+        blocks = EncodedChanges(self.weights, capture(self.weights, new))
+        self.head = self.versions.delta(blocks, self.head, Metadata()).manifest
         self.weights = new
 
     def late_anchor(self) -> None:
@@ -213,12 +211,12 @@ def test_a_publisher_that_sleeps_while_a_pruner_runs(when: str, verb: str, prefi
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_a_second_put_that_fails_after_the_commit(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next publication finds out that the version was committed, although not all of it was encoded again."""
-    monkeypatch.setattr(version, "DELTA_BYTES_LEAST", 1)
-    monkeypatch.setattr(version, "INDEX_SHARE", 0)
-    monkeypatch.setattr(version, "PUTS_MOST", 2)
+    monkeypatch.setattr(versions, "DELTA_BYTES_LEAST", 1)
+    monkeypatch.setattr(versions, "INDEX_SHARE", 0)
+    monkeypatch.setattr(versions, "PUTS_MOST", 2)
     store = SleepyStore()
     to = publisher(store, wait=True, retry_s=0.0)
-    to._writer.clock = store.clock
+    to._upload.clock = store.clock
     publish(to, 0).wait(LONG_S)
 
     def refuse(left: int) -> None:
@@ -296,11 +294,11 @@ def test_the_clock_of_a_store() -> None:
 def test_shards_are_resumed_by_the_clock_of_the_store(age_s: float, skew_s: float, is_put_again: bool) -> None:
     """A publisher whose clock is wrong does not rely on a shard that is about to go."""
     store = SleepyStore()
-    writer = Writer(store, clock=lambda: store.now_s + skew_s)
+    upload = Upload(store, clock=lambda: store.now_s + skew_s)
     weights = Weights.of({"a": np.arange(100, dtype=np.float32)})
-    put_anchor(writer, weights, 0)
+    put_anchor(upload, weights, 0)
     store.now_s += age_s
     store.took()
-    put_anchor(writer, weights, 0)
+    put_anchor(upload, weights, 0)
     puts = [key for verb, key in store.took() if verb == "put" and key.startswith(keys.PAYLOADS)]
     assert bool(puts) == is_put_again

@@ -5,10 +5,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, TypeVar
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support import LONG_S, join
-from support.feeds import NEVER, NOW_UNIX_S
+from support.feeds import NEVER, NOW_UNIX_S, put_anchor
 from support.helpers import BF16, changed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -36,27 +35,24 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.feed.log import Log
-from deltasync.feed.writer import LATE_S, Writer
+from deltasync.feed.upload import LATE_S, Upload
 from deltasync.format import keys
 from deltasync.format.digest import layout_digest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import BaseRef, Manifest
-from deltasync.format.weights import Weights
+from deltasync.format.weights import Bits, Weights
 from deltasync.state import State
 from deltasync.store.memory import MemoryStore
 from deltasync.torch import ShardedPublisher
 from deltasync.torch.ranks import owned
 from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.capture import capture
+from deltasync.trainer.group import Decision, Failure, Group, Message
 from deltasync.trainer.publisher import PublisherOptions
-from deltasync.trainer.ranks import Failure
 from deltasync.trainer.shards import Box, Shards, ShardWeights, Spans, chunk, cut, joined
-from deltasync.trainer.version import Group, Metadata, Part, VersionWriter, put_anchor
+from deltasync.trainer.versions import EncodedChanges, Metadata, Part, VersionWriter
 from deltasync.upkeep.restore import restore
 from deltasync.upkeep.verify import verify
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 def indices(spans: Spans) -> list[int]:
@@ -223,41 +219,46 @@ def test_what_cannot_be_published_is_named() -> None:
 
 
 class Table:
-    """A group of threads: each gives its part, the first one decides, all take the result."""
+    """A group of threads."""
 
     def __init__(self, size: int) -> None:
-        self._meet = threading.Barrier(size, timeout=LONG_S)
-        self._given: list[Any] = [None] * size
-        self._result: Any = None
+        self.size = size
+        pairs = product(range(size), repeat=2)
+        self._sent: dict[tuple[int, int], SimpleQueue[Message]] = {pair: SimpleQueue() for pair in pairs}
 
-    def seat(self, rank: int, after: threading.Event | None = None) -> Group:
+    def seat(self, rank: int, after: threading.Event | None = None) -> "Seat":
         """The place of one thread. Its agreements wait for `after`."""
         return Seat(self, rank, after)
 
+    def sent(self, sender: int, receiver: int) -> "SimpleQueue[Message]":
+        return self._sent[sender, receiver]
 
-class Seat:
+
+class Seat(Group):
     def __init__(self, table: Table, rank: int, after: threading.Event | None) -> None:
-        self._table, self._rank, self._after = table, rank, after
+        super().__init__(rank, table.size, timeout_s=LONG_S)
+        self._table, self._after = table, after
 
     @contextmanager
     def report_errors(self) -> Iterator[None]:
         assert self._after is None or self._after.wait(LONG_S)
-        yield
+        with super().report_errors():
+            yield
 
-    def agree(self, about: str, mine: T, decide: Callable[[Sequence[T]], R]) -> R:
-        table = self._table
-        table._given[self._rank] = mine
-        table._meet.wait(LONG_S)
-        if self._rank == 0:
-            try:
-                table._result = decide(table._given)
-            except BaseException:
-                # The others would wait for a result.
-                table._meet.abort()
-                raise
-        table._meet.wait(LONG_S)
-        result: R = table._result
-        return result
+    def fork(self) -> Group:
+        raise NotImplementedError
+
+    def share(self, bits: Bits) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+    def _send(self, rank: int, message: Message) -> None:
+        self._table.sent(self.rank, rank).put(message)
+
+    def _receive(self, rank: int, timeout_s: float) -> Message:
+        return self._table.sent(rank, self.rank).get(timeout=timeout_s)
 
 
 def together(size: int, act: Callable[[int], None]) -> None:
@@ -326,14 +327,14 @@ def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Pat
     tables = Table(size), Table(size)
 
     def run(rank: int) -> None:
-        writer = Writer(store, retry_s=1.0)
+        upload = Upload(store, retry_s=1.0)
         if rank == 0:
-            writer.open()
+            upload.open()
         shards = shards_of(wholes[0].layout, rank, size)
         mine = shard_of(wholes[0], shards)
         shadow = State(mine)
         plain = Weights(shards.local, mine.arrays)
-        versions = VersionWriter(writer=writer, layout=wholes[0].layout, shards=shards, group=tables[0].seat(rank))
+        versions = VersionWriter(upload=upload, layout=wholes[0].layout, shards=shards, group=tables[0].seat(rank))
         advanced = threading.Event()
         anchors = Anchors(replace(versions, group=tables[1].seat(rank, advanced)), shadow, NEVER)
         made = versions.anchor(mine, None, Metadata(step=0)).manifest
@@ -341,8 +342,8 @@ def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Pat
         for step, whole in enumerate(wholes[1:], 1):
             manifests.extend([made] * (rank == 0))
             captured = capture(plain, Weights(shards.local, shard_of(whole, shards).arrays))
-            encode = partial(blocks.encode_changes, mine, captured)
-            made = versions.delta(encode, made, Metadata(step=step)).manifest
+            changes = EncodedChanges(mine, captured)
+            made = versions.delta(changes, made, Metadata(step=step)).manifest
             with shadow.lock:
                 shadow.apply(captured, made)
                 if step == 2:
@@ -377,10 +378,12 @@ class Waiting(Seat):
         super().__init__(table, rank, None)
         self._then = [then]
 
-    def agree(self, about: str, mine: T, decide: Callable[[Sequence[T]], R]) -> R:
+    @contextmanager
+    def decision(self, about: str, mine: object) -> Iterator[Decision]:
         if self._then:
             self._then.pop()()
-        return super().agree(about, mine, decide)
+        with super().decision(about, mine) as decision:
+            yield decision
 
 
 @pytest.mark.parametrize("skew_s", [-600.0, 600.0])
@@ -402,21 +405,21 @@ def test_payloads_that_one_rank_put_hours_before_the_other_are_put_again(kind: s
         hours_later.set()
 
     def run(rank: int) -> None:
-        writer = Writer(store, clock=lambda: NOW_UNIX_S + skew_s * rank + slept_s)
+        upload = Upload(store, clock=lambda: NOW_UNIX_S + skew_s * rank + slept_s)
         if rank == 0:
-            writer.open()
+            upload.open()
         shards = shards_of(wholes[0].layout, rank, 2)
         mine = shard_of(wholes[0], shards)
         new = Weights(shards.local, shard_of(wholes[1], shards).arrays)
         captured = capture(Weights(shards.local, mine.arrays), new)
-        prompt = VersionWriter(writer=writer, layout=wholes[0].layout, shards=shards, group=table.seat(rank))
+        prompt = VersionWriter(upload=upload, layout=wholes[0].layout, shards=shards, group=table.seat(rank))
         seat = Waiting(table, rank, sleep) if rank == early else table.seat(rank, hours_later)
         tired = replace(prompt, group=seat)
         if kind == "anchor":
             tired.anchor(mine, None, Metadata(step=0))
         else:
             made = prompt.anchor(mine, None, Metadata(step=0)).manifest
-            tired.delta(partial(blocks.encode_changes, mine, captured), made, Metadata(step=1))
+            tired.delta(EncodedChanges(mine, captured), made, Metadata(step=1))
 
     together(2, run)
     assert slept_s, "hours have passed"
@@ -428,11 +431,11 @@ def test_a_base_has_the_digest_of_all_ranks() -> None:
     store, table, whole = MemoryStore(), Table(3), Weights.of(model())
 
     def run(rank: int) -> None:
-        writer, shards = Writer(store), shards_of(whole.layout, rank, 3)
+        upload, shards = Upload(store), shards_of(whole.layout, rank, 3)
         if rank == 0:
-            writer.open()
+            upload.open()
         mine = shard_of(whole, shards)
-        versions = VersionWriter(writer=writer, layout=whole.layout, shards=shards, group=table.seat(rank))
+        versions = VersionWriter(upload=upload, layout=whole.layout, shards=shards, group=table.seat(rank))
         base = BaseRef("some/checkpoint")
         manifest = versions.base(mine, base, Metadata(step=0)).manifest
         assert (manifest.kind, manifest.payloads) == ("base", ())
@@ -456,8 +459,8 @@ def test_weights_without_elements_make_one_shard() -> None:
     parts = []
     for rank in range(3):
         shards = shards_of(weights.layout, rank, 3)
-        writer = Writer(MemoryStore())
-        refs, digest = put_anchor(writer, shard_of(weights, shards), 0, shards=shards)
+        upload = Upload(MemoryStore())
+        refs, digest = put_anchor(upload, shard_of(weights, shards), 0, shards=shards)
         parts.append(Part(refs, digest - layout_digest(weights.layout), None))
     assert len(Part.total(parts).payloads) == 1
 
@@ -465,7 +468,7 @@ def test_weights_without_elements_make_one_shard() -> None:
 def test_a_rank_without_elements_puts_nothing() -> None:
     weights = Weights.of({"w": np.ones(1, np.float32)})
     shards = shards_of(weights.layout, 1, 2)
-    refs, digest = put_anchor(Writer(MemoryStore()), shard_of(weights, shards), 0, shards=shards)
+    refs, digest = put_anchor(Upload(MemoryStore()), shard_of(weights, shards), 0, shards=shards)
     assert (refs, digest) == ((), layout_digest(weights.layout))
 
 

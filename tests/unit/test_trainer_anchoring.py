@@ -13,7 +13,7 @@ from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.trainer import events
-from deltasync.trainer import version as anchors
+from deltasync.trainer import versions as anchors
 from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.publisher import FeedPublisher
 

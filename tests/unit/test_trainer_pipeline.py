@@ -22,7 +22,7 @@ from deltasync.store.protocol import Data
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at, at_random, never
 from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.capture import capture
-from deltasync.trainer.version import VersionWriter
+from deltasync.trainer.versions import VersionWriter
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 
@@ -259,7 +259,7 @@ def test_another_writer_stops_the_publisher() -> None:
     assert publish(fresh, 1).wait(LONG_S).version == 1
     # The stale one has two under way when it finds out.
     slow = FaultyStore(store, gate)
-    stale._writer._patient = PatientStore(slow, 0.0)
+    stale._upload.patient = PatientStore(slow, 0.0)
     first = publish(stale, 5)
     gate.await_operation()
     second = publish(stale, 6)
@@ -473,7 +473,7 @@ def test_a_version_says_when_it_was_captured_and_what_its_steps_took() -> None:
     gate, notes = Gate("put", keys.PAYLOADS), Notes()
     store, to = begun(gate, observer=notes)
     clock = Clock()
-    to._writer.clock = clock
+    to._upload.clock = clock
     publish(to, 1)
     gate.await_operation()
     clock.unix_s += 1000
@@ -514,7 +514,7 @@ def test_a_first_version_that_fails_at_first_keeps_the_time_of_its_capture(base:
     store = FaultyStore(MemoryStore())
     to = publisher(store, base=base)
     clock = Clock()
-    to._writer.clock = clock
+    to._upload.clock = clock
     to.open(Weights.of(nth(0)).layout)
     store._plan = outage
     with pytest.raises(StoreError):

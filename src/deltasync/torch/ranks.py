@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from deltasync.errors import InvalidInputError
 from deltasync.format.weights import Bits
-from deltasync.trainer.ranks import Message, Ranks, lost_contact
+from deltasync.trainer.group import Group, Message, lost_contact
 from deltasync.trainer.shards import Box, Spans, chunk, joined
 
 
@@ -63,7 +63,7 @@ def _part(spans: Spans, number: int, parts: int, placement: Placement) -> Spans:
     return joined(chunk(chunk(spans, first, factor), number, parts) for first in range(factor))
 
 
-class TorchRanks(Ranks):
+class TorchRanks(Group):
     """All ranks, in a process group of their own that does not interfere with those of the training."""
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
@@ -83,6 +83,10 @@ class TorchRanks(Ranks):
         except RuntimeError as error:
             raise lost_contact("another rank", error) from error
         return cls(group, timeout_s=timeout_s)
+
+    def fork(self) -> "TorchRanks":
+        """The same ranks with a process group of their own. All of them call this."""
+        return TorchRanks.open(timeout_s=self._timeout_s)
 
     def share(self, bits: Bits) -> None:
         """Overwrite `bits` on all ranks with those of rank 0. They must have the same size everywhere."""

@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from deltasync import arguments
 from deltasync.errors import InvalidInputError
 from deltasync.feed.plan import plan
 from deltasync.feed.route import Route
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.files import make_folder
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef
@@ -28,11 +27,11 @@ from deltasync.trainer.background import BackgroundPruner
 from deltasync.trainer.capture import capture, copy_into, lock_shadow, require_same, shadow_weights
 from deltasync.trainer.events import Publication
 from deltasync.trainer.exit import finish_at_exit
+from deltasync.trainer.group import Group, resume
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
 from deltasync.trainer.publisher import PublisherOptions, require_layout
-from deltasync.trainer.ranks import Ranks, resume
 from deltasync.trainer.shards import Box, Shards, ShardWeights
-from deltasync.trainer.version import Metadata, VersionWriter
+from deltasync.trainer.versions import Metadata, VersionWriter
 
 
 class ShardedPublisher(TorchPublisher):
@@ -67,10 +66,10 @@ class ShardedPublisher(TorchPublisher):
             )
         super().__init__(feed, dtype=dtype, options=options)
         self._timeout_s = arguments.seconds("timeout_s", timeout_s, is_zero_allowed=False)
-        self._writer = Writer(self._store, retry_s=options.retry_s, require_fencing=options.require_fencing)
+        self._upload = Upload(self._store, retry_s=options.retry_s, require_fencing=options.require_fencing)
         self._shadow_folder = None if options.shadow_path is None else Path(options.shadow_path)
         self._shadow_lock: ExitStack | None = None
-        self._groups: tuple[Ranks, Ranks] | None = None
+        self._groups: tuple[Group, Group] | None = None
         self._opened: _Opened | None = None
         self._failed: BaseException | None = None
         self._is_closed = False
@@ -161,7 +160,9 @@ class ShardedPublisher(TorchPublisher):
         ranks, anchor_ranks = self._join_groups()
         with ranks.report_errors():
             named = layout_of(named_tensors(weights), cast=self._dtype).to_json() if ranks.rank == 0 else None
-        layout = Layout.from_json(ranks.agree("its tensors", named, lambda layouts: layouts[0]))
+        with ranks.decision("its tensors", named) as tensors:
+            tensors.result = named
+        layout = Layout.from_json(tensors.result)
         with ranks.report_errors():
             boxes, _ = self._shard(weights, layout, ranks.rank)
             shards = Shards(layout, boxes)
@@ -169,16 +170,18 @@ class ShardedPublisher(TorchPublisher):
             if self._shadow_lock is None:
                 self._shadow_lock = self._resources.enter_context(lock_shadow(path))
             room = shadow_weights(shards.local, path)
-        decide = partial(self._open_feed, weights, layout)
-        state = ranks.agree("to this feed", shards.local.elements, decide)
+        with ranks.decision("to this feed", shards.local.elements) as decision:
+            if decision.parts is not None:
+                decision.result = self._open_feed(weights, layout, decision.parts)
+        state: _FeedState = decision.result
         # All ranks are one writer: each of them can recognize its versions.
-        self._writer.id = state.writer
+        self._upload.id = state.writer
         mine = ShardWeights(shards.local, room.arrays, shards)
         shadow = State(mine, state.head)
         if state.head is not None:
             resume(ranks, self._store, state.head, mine, shards, folder=self._shadow_folder)
         options = self._options
-        versions = VersionWriter(writer=self._writer, layout=layout, shards=shards, group=ranks)
+        versions = VersionWriter(upload=self._upload, layout=layout, shards=shards, group=ranks)
         # Anchors have a group of their own: versions and anchors are agreed on in two threads.
         anchors = Anchors(
             replace(versions.beside(), group=anchor_ranks),
@@ -194,13 +197,14 @@ class ShardedPublisher(TorchPublisher):
         finish_at_exit(pipeline, options.exit_s)
         return _Opened(pipeline, ranks, shards)
 
-    def _join_groups(self) -> tuple[Ranks, Ranks]:
+    def _join_groups(self) -> tuple[Group, Group]:
         """The groups of ranks for versions and for anchors, joined at the first call."""
         if self._groups is None:
-            self._groups = TorchRanks.open(timeout_s=self._timeout_s), TorchRanks.open(timeout_s=self._timeout_s)
+            ranks = TorchRanks.open(timeout_s=self._timeout_s)
+            self._groups = ranks, ranks.fork()
             for ranks in self._groups:
                 self._resources.callback(ranks.close)
-            self._resources.callback(self._writer.close)
+            self._resources.callback(self._upload.close)
         return self._groups
 
     def _open_feed(self, weights: TorchState, layout: Layout, counts: Sequence[int]) -> "_FeedState":
@@ -212,18 +216,18 @@ class ShardedPublisher(TorchPublisher):
                 hint="all ranks must have all tensors, and the mesh of each DTensor on rank 0 must have rank 0 in it",
             )
         if self._options.must_exist:
-            self._writer.log.require_head()
-        head = self._writer.open()
-        versions = VersionWriter(writer=self._writer, layout=layout)
+            self._upload.log.require_head()
+        head = self._upload.open()
+        versions = VersionWriter(upload=self._upload, layout=layout)
         if head is not None:
-            require_layout(Route(self._writer.log, head), layout)
+            require_layout(Route(self._upload.log, head), layout)
         given, defaults = self._files(weights)
         files = versions.put_files(given, head, defaults=defaults)
         if head is None:
-            return _FeedState(self._writer.id, None, files, None)
-        return _FeedState(self._writer.id, head, files, AnchorBacklog.of(plan(self._writer.log, head)))
+            return _FeedState(self._upload.id, None, files, None)
+        return _FeedState(self._upload.id, head, files, AnchorBacklog.of(plan(self._upload.log, head)))
 
-    def _shadow_file(self, ranks: Ranks) -> Path | None:
+    def _shadow_file(self, ranks: Group) -> Path | None:
         if self._shadow_folder is None:
             return None
         make_folder(self._shadow_folder)
@@ -245,5 +249,5 @@ class _Opened:
     """An open feed."""
 
     pipeline: Pipeline
-    ranks: Ranks
+    ranks: Group
     shards: Shards

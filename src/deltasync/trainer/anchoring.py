@@ -16,7 +16,7 @@ from deltasync.parallel import Pool
 from deltasync.past import Past
 from deltasync.state import State
 from deltasync.trainer.events import AnchorProgress, CommittedVersion, Observer, logging_observer_error
-from deltasync.trainer.version import VersionWriter
+from deltasync.trainer.versions import VersionWriter
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from deltasync import blocks
 from deltasync.arguments import instance, local_path, optional_path
 from deltasync.checkpoint import Checkpoint, companion_files, open_checkpoint
 from deltasync.errors import InvalidInputError, MismatchError
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.payload import Block
 from deltasync.format.weights import Weights
@@ -17,7 +17,7 @@ from deltasync.parallel import Progress, counting
 from deltasync.state import load
 from deltasync.store import Feed, opened
 from deltasync.store.probe import PATIENCE_S
-from deltasync.trainer.version import Metadata, VersionWriter
+from deltasync.trainer.versions import Metadata, VersionWriter
 
 _Path = str | os.PathLike[str]
 
@@ -54,11 +54,11 @@ def publish(
     parent = optional_path("parent", parent)
     source = open_checkpoint(local_path("checkpoint", checkpoint))
     new, files = source.weights, companion_files(source, trust_code=trust_code)
-    with opened(feed) as store, closing(Writer(store, retry_s=PATIENCE_S, require_fencing=require_fencing)) as writer:
+    with opened(feed) as store, closing(Upload(store, retry_s=PATIENCE_S, require_fencing=require_fencing)) as upload:
         if must_exist:
-            writer.log.require_head()
-        head = writer.open()
-        versions = VersionWriter(writer=writer, layout=new.layout)
+            upload.log.require_head()
+        head = upload.open()
+        versions = VersionWriter(upload=upload, layout=new.layout)
         if base is not None:
             if head is not None:
                 raise InvalidInputError(
@@ -70,23 +70,23 @@ def publish(
         if head is None or (anchor and head.layout_sha256 != new.layout.sha256):
             metadata = replace(metadata, files=versions.put_files(files, head))
             return versions.anchor(new, head, metadata, progress=progress).manifest
-        changes = _encode(writer, head, source, parent, progress)
+        changes = _encode(upload, head, source, parent, progress)
         metadata = replace(metadata, files=versions.put_files(files, head))
         manifest = head
         # A second attempt finds its version at the head, where only the anchor may be missing.
         if changes or not anchor or head.step != metadata.step:
             changed = sum(block.changed for block in changes)
-            manifest = versions.delta(lambda: (block for block in changes), head, metadata, changed=changed).manifest
+            manifest = versions.delta(changes, head, metadata, changed=changed).manifest
         if anchor and manifest.kind == "delta":
             versions.add_anchor(manifest, new, progress=progress)
         return manifest
 
 
 def _encode(
-    writer: Writer, head: Manifest, source: Checkpoint, parent: _Path | None, progress: Progress | None
+    upload: Upload, head: Manifest, source: Checkpoint, parent: _Path | None, progress: Progress | None
 ) -> list[Block]:
     """What changed since the head."""
-    old = load(writer.log, head, progress=progress) if parent is None else _parent_weights(parent, head, progress)
+    old = load(upload.log, head, progress=progress) if parent is None else _parent_weights(parent, head, progress)
     try:
         old.layout.require_equal(source.weights.layout, ours="the feed", theirs=str(source.path))
     except MismatchError as error:

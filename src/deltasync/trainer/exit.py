@@ -61,7 +61,7 @@ def _finish_all() -> None:
 
 def _finish(pipeline: Pipeline, limit_s: float) -> str | None:
     """Wait for the pipeline and its anchors, then release the lease; returns what is lost."""
-    url, deadline_s = pipeline.versions.writer.store.url, time.monotonic() + limit_s
+    url, deadline_s = pipeline.versions.upload.store.url, time.monotonic() + limit_s
 
     def is_done(wait_s: float) -> bool:
         return pipeline.wait_idle(wait_s) and pipeline.anchors.wait_idle(wait_s)
@@ -77,7 +77,7 @@ def _finish(pipeline: Pipeline, limit_s: float) -> str | None:
         logger.error("an anchor of %s was not finished within %g s; the feed is complete without it", url, limit_s)
     else:
         pipeline.close()
-        pipeline.versions.writer.close()
+        pipeline.versions.upload.close()
     return lost
 
 

@@ -11,9 +11,7 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 
-from deltasync.blocks import encode_changes
 from deltasync.errors import ConflictError, InvalidInputError, StoreError
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
@@ -34,7 +32,7 @@ from deltasync.trainer.events import (
     logging_observer_error,
     report_failure,
 )
-from deltasync.trainer.version import Metadata, VersionWriter
+from deltasync.trainer.versions import EncodedChanges, Metadata, VersionWriter
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +99,7 @@ class Pipeline:
         The next job finds out whether the commit happened.
         """
         self._events: list[PublishEvent] = []
-        self._tracer = VersionTracer(versions.writer.log.feed_id)
+        self._tracer = VersionTracer(versions.upload.log.feed_id)
         # Now: from Python 3.12 on, no thread can be started any more when the interpreter exits.
         self._pool.start()
         anchors.start()
@@ -116,7 +114,7 @@ class Pipeline:
     @property
     def forgotten(self) -> str:
         """The message of the warning about a publisher that was not closed."""
-        url = self.versions.writer.store.url
+        url = self.versions.upload.store.url
         return f"the publisher of {url} was not closed: use it in a `with` block, or call close()"
 
     @property
@@ -137,7 +135,7 @@ class Pipeline:
 
     def _captured(self, held_s: float) -> CaptureTime:
         """The time of a capture that has just ended."""
-        return CaptureTime(self.versions.writer.clock() - held_s, held_s, time.perf_counter())
+        return CaptureTime(self.versions.upload.clock() - held_s, held_s, time.perf_counter())
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is in flight or pending; False on timeout."""
@@ -150,7 +148,7 @@ class Pipeline:
         if newest is None or newest.version is not None:
             return None
         reason = "" if newest.error is None else f": {newest.error}"
-        return f"step {newest.step} was not published to {self.versions.writer.store.url}{reason}"
+        return f"step {newest.step} was not published to {self.versions.upload.store.url}{reason}"
 
     def require_running(self) -> None:
         """Raise the error that stopped the pipeline, if one did."""
@@ -228,14 +226,14 @@ class Pipeline:
     def _write_delta(self, job: _Job, head: Manifest) -> tuple[Manifest, PublishEvent]:
         changes = [] if job.capture is None else job.capture
         metadata = Metadata(step=job.step, files=self.files, extra=job.extra, captured=job.captured)
-        encode = partial(encode_changes, self.shadow.require_weights(), changes)
+        blocks = EncodedChanges(self.shadow.require_weights(), changes)
         try:
             count = sum(len(part.values) for part in changes)
-            committed = self.versions.delta(encode, head, metadata, changed=count)
+            committed = self.versions.delta(blocks, head, metadata, changed=count)
         except StoreError:
             # All of it is encoded once more: the error may have come before the last block, and with a part of the sum
             # an earlier attempt whose commit arrives late could be taken for this one.
-            self._uncertain = changes, sum((block.digest for block in encode()), StateDigest.ZERO)
+            self._uncertain = changes, blocks.digest_delta
             raise
         self._advance(changes, committed)
         return committed.manifest, job.event(committed)

@@ -13,7 +13,7 @@ from deltasync import arguments, blocks
 from deltasync.errors import InvalidInputError
 from deltasync.feed.plan import plan
 from deltasync.feed.route import Route
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import Upload
 from deltasync.format.companions import require_files
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.manifest import BaseRef, Manifest
@@ -35,7 +35,7 @@ from deltasync.trainer.capture import (
 from deltasync.trainer.events import Observer, Publication
 from deltasync.trainer.exit import finish_at_exit
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
-from deltasync.trainer.version import Metadata, VersionWriter
+from deltasync.trainer.versions import Metadata, VersionWriter
 from deltasync.upkeep.compact import require_levels
 from deltasync.upkeep.prune import Retention
 
@@ -116,7 +116,7 @@ class FeedPublisher:
 
     def __init__(self, store: Store, options: PublisherOptions) -> None:
         arguments.instance("options", options, PublisherOptions)
-        self._writer = Writer(store, retry_s=options.retry_s, require_fencing=options.require_fencing)
+        self._upload = Upload(store, retry_s=options.retry_s, require_fencing=options.require_fencing)
         self._options = options
         self._shadow_path = None if options.shadow_path is None else Path(options.shadow_path)
         self._pipeline: Pipeline | None = None
@@ -128,7 +128,7 @@ class FeedPublisher:
         """Whether the files beside the weights are still to be put: those that are set then."""
         self._shadow_lock: ExitStack | None = None
         self._resources = ExitStack()
-        self._resources.callback(self._writer.close)
+        self._resources.callback(self._upload.close)
 
     @property
     def head(self) -> Manifest | None:
@@ -146,8 +146,8 @@ class FeedPublisher:
             if self._shadow_lock is None:
                 self._shadow_lock = self._resources.enter_context(lock_shadow(self._shadow_path))
             if self._options.must_exist:
-                self._writer.log.require_head()
-            head = self._writer.open()
+                self._upload.log.require_head()
+            head = self._upload.open()
             if head is not None:
                 self._pipeline = self._resume(layout, head)
             elif layout is not None:
@@ -253,7 +253,7 @@ class FeedPublisher:
 
     def _resume(self, layout: Layout | None, head: Manifest) -> Pipeline:
         """The shadow at the head: a mapped file may hold it already; otherwise it is rebuilt from the feed."""
-        route = Route(self._writer.log, head)
+        route = Route(self._upload.log, head)
         layout = route.start().layout if layout is None else layout
         require_layout(route, layout)
         weights = shadow_weights(layout, self._shadow_path)
@@ -264,14 +264,14 @@ class FeedPublisher:
 
     def _start(self, weights: Weights, head: Manifest | None) -> Pipeline:
         options, shadow = self._options, State(weights, head)
-        backlog = None if head is None else AnchorBacklog.of(plan(self._writer.log, head))
-        versions = VersionWriter(writer=self._writer, layout=weights.layout)
+        backlog = None if head is None else AnchorBacklog.of(plan(self._upload.log, head))
+        versions = VersionWriter(upload=self._upload, layout=weights.layout)
         pipeline = Pipeline(
             versions,
             shadow,
             Anchors(versions.beside(), shadow, options.anchors, backlog=backlog, observer=options.observer),
             skips=(
-                Skips(self._writer.store, options.skips, retry_s=options.retry_s, observer=options.observer)
+                Skips(self._upload.store, options.skips, retry_s=options.retry_s, observer=options.observer)
                 if options.skips
                 else None
             ),
@@ -280,7 +280,7 @@ class FeedPublisher:
         self._resources.callback(pipeline.close)
         if options.retention is not None:
             self._resources.callback(
-                BackgroundPruner(self._writer.store, options.retention, observer=options.observer).close
+                BackgroundPruner(self._upload.store, options.retention, observer=options.observer).close
             )
         finish_at_exit(pipeline, options.exit_s)
         return pipeline

@@ -19,15 +19,12 @@ from deltasync import blocks
 from deltasync.errors import CorruptError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.log import Log, manifest_key
 from deltasync.feed.route import Route
-from deltasync.feed.writer import LATE_S
-from deltasync.format import keys
+from deltasync.feed.upload import Upload
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.payload import Block, PayloadHeader, grouped, write_payload
 from deltasync.past import Past
 from deltasync.state import State, load
 from deltasync.store import Feed, opened
-from deltasync.store.leased import creating
-from deltasync.store.patient import PatientStore
 from deltasync.store.protocol import Store
 from deltasync.upkeep.stats import Upkeep
 
@@ -86,10 +83,10 @@ class Compactor:
     ) -> None:
         require_levels("levels", levels)
         self.upkeep = Upkeep()
-        self._store = PatientStore(store, retry_s, stop=stop)
+        self._upload = Upload(store, retry_s=retry_s, stop=stop, clock=clock)
+        self._store = self._upload.patient
         self._log = Log(self._store)
         self._levels = tuple(levels)
-        self._clock = clock
         self._state = State()
         self._head: Manifest | None = None
         self._first = 0
@@ -218,18 +215,18 @@ class Compactor:
             extra={},
             timeline=None,
         )
-        with self.upkeep.phase("put"):
-            put_unix_s = self._put(payloads)
+        self._put(payloads)
         # This process may have slept, and `prune` may have removed what no manifest names yet.
-        if self._is_late(put_unix_s):
-            put_unix_s = self._put(payloads)
+        if self._upload.is_late(skip.refs):
+            self._put(payloads)
         with self.upkeep.phase("commit"):
             # If it exists, another compactor, or an earlier attempt, has written it.
-            creating(self._store).create(manifest_key(skip), skip.to_bytes())
+            self._upload.store.create(manifest_key(skip), skip.to_bytes())
         self.upkeep.count("skips")
         self.upkeep.count("payload_bytes", skip.nbytes)
-        if self._is_late(put_unix_s):
+        if self._upload.is_late(skip.refs):
             self._put(payloads)
+        self._upload.forget(skip.refs)
         return skip
 
     def _payload(self, start: Manifest, end: Manifest, group: Sequence[Block]) -> bytes:
@@ -238,12 +235,7 @@ class Compactor:
             PayloadHeader("delta", self._state.require_weights().layout, start.digest, digest, end.version), group
         )
 
-    def _is_late(self, put_unix_s: float) -> bool:
-        return abs(self._clock() - put_unix_s) > LATE_S
-
-    def _put(self, payloads: Iterable[bytes]) -> float:
-        """Put payloads; returns when the first of them was."""
-        put_unix_s = self._clock()
-        for data in payloads:
-            self._store.put(keys.payload_key(PayloadRef.of(data).sha256), data)
-        return put_unix_s
+    def _put(self, payloads: Iterable[bytes]) -> None:
+        with self.upkeep.phase("put"):
+            for data in payloads:
+                self._upload.put(data)

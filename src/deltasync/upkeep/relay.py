@@ -6,9 +6,10 @@ versions: those between cannot be restored from the copy, and its floor says so.
 """
 
 import logging
+import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -26,15 +27,13 @@ from deltasync.feed.fetch import fetch
 from deltasync.feed.log import READ_THREADS, RELAY_ENGINE, Log, is_live, parse_manifest
 from deltasync.feed.plan import Edge
 from deltasync.feed.route import Blocked, Route
-from deltasync.feed.writer import LATE_S, Writer
+from deltasync.feed.upload import LATE_S, RESUME_S, Upload
 from deltasync.format import keys
 from deltasync.format.manifest import Kind, Manifest, PayloadRef
 from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat
 from deltasync.parallel import each
 from deltasync.store import Feed, opened
-from deltasync.store.leased import creating
 from deltasync.store.patient import PatientStore
-from deltasync.store.probe import probe_clock
 from deltasync.store.protocol import Store
 from deltasync.store.reading import get_manifest, with_reread
 from deltasync.upkeep.stats import Upkeep
@@ -44,9 +43,6 @@ logger = logging.getLogger(__name__)
 RETRY_S = 60.0
 LAG_MAX = 4
 """A destination that is further behind gets the cheapest edges, which may lead over versions; otherwise every delta."""
-
-TRUST_S = 3600
-"""A payload that was put longer ago, and that no manifest names, is put again: a pruner may be about to delete it."""
 
 OTHERS_S = 10.0
 """Seconds between two looks for anchors and skips that are not copied yet."""
@@ -134,10 +130,11 @@ class Relay:
     ) -> None:
         self.destination = destination.url
         self.upkeep = Upkeep()
-        self._stores = PatientStore(source, retry_s), PatientStore(destination, retry_s)
+        self._upload = Upload(destination, retry_s=retry_s, clock=clock)
+        self._stores = PatientStore(source, retry_s), self._upload.patient
         self._is_same = source is destination or source.url == destination.url != "memory://"
         self._source = Log(self._stores[0])
-        self._copy = Log(creating(self._stores[1]))
+        self._copy = self._upload.log
         self._every = every
         self._has_anchors = anchors
         self._has_skips = skips
@@ -153,8 +150,6 @@ class Relay:
         self._head: Manifest | None = None
         """The newest version of the source."""
         self._floor = 0
-        self._put_unix_s: dict[str, float] = {}
-        """When payloads were put that no manifest of the copy names yet, by our clock."""
 
     @property
     def version(self) -> int | None:
@@ -183,7 +178,7 @@ class Relay:
         if top >= 0:
             self._require_same(keys.version_key(top), top)
         if ours is None:
-            Writer(copy.store).require_own_folder()
+            self._upload.require_own_folder()
         self._record, self._versions = record, versions
 
     def _open(self) -> None:
@@ -201,7 +196,9 @@ class Relay:
             self._raise_floor(top)
             self._copy_versions(missing)
         self._at = None if top < 0 else copy.read(top)
-        self._put_unix_s = self._resumable()
+        payloads = list(copy.store.list(keys.PAYLOADS))
+        if payloads:
+            self._upload.resume(RESUME_S, listed=payloads)
         self._is_open = True
 
     def advance(self) -> Iterator[Relayed]:
@@ -298,7 +295,7 @@ class Relay:
         if version.files is not None and (self._at is None or self._at.files != version.files):
             refs.append(version.files)
         payload_bytes = sum(self._put(ref) for ref in refs)
-        payload_bytes += self._renew(refs)
+        payload_bytes += self._put_again(refs, within_s=LATE_S)
         manifest_bytes = 0
         between = range(edge.end - 1, at, -1)
         with self.upkeep.phase("commit"):
@@ -309,11 +306,10 @@ class Relay:
                 # Before the versions between: while they are not there, no reader that follows sees this one.
                 self._raise_floor(edge.end)
                 manifest_bytes += self._copy_versions(between)
-        payload_bytes += self._require_kept(refs)
+        payload_bytes += self._put_again(refs, within_s=math.inf)
+        self._upload.forget(refs)
         self._at = version
         self.upkeep.version = version.version
-        for ref in refs:
-            self._put_unix_s.pop(ref.sha256, None)
         return Relayed(
             destination=self._copy.store.url,
             kind=edge.manifest.kind,
@@ -353,15 +349,14 @@ class Relay:
                         sent_bytes += self._put(ref)
                     yield from self._send_versions()
                 with route.using(edge):
-                    sent_bytes += self._renew(edge.manifest.payloads)
+                    sent_bytes += self._put_again(edge.manifest.payloads, within_s=LATE_S)
                     with self.upkeep.phase("commit"):
                         manifest_bytes = self._copy_manifest(edge.key)
-                    sent_bytes += self._require_kept(edge.manifest.payloads)
+                    sent_bytes += self._put_again(edge.manifest.payloads, within_s=math.inf)
             except Blocked as error:
                 logger.info("%s is not copied: %s", edge.key, error.cause)
                 continue
-            for ref in edge.manifest.payloads:
-                self._put_unix_s.pop(ref.sha256, None)
+            self._upload.forget(edge.manifest.payloads)
             yield Relayed(
                 self._copy.store.url, edge.manifest.kind, edge.end, edge.start, sent_bytes, manifest_bytes, left_out=0
             )
@@ -400,44 +395,25 @@ class Relay:
 
     def _put(self, ref: PayloadRef) -> int:
         """Put a payload, proved by its SHA-256, unless the copy has it. Returns the bytes that were sent."""
-        if ref.sha256 in self._put_unix_s:
+        if self._upload.has(ref):
             return 0
         with self.upkeep.phase("fetch"):
             data = fetch(self._source.store, ref)
-        put_unix_s = self._clock()
         with self.upkeep.phase("put"):
-            self._copy.store.put(keys.payload_key(ref.sha256), data)
-        self._put_unix_s[ref.sha256] = put_unix_s
+            self._upload.put(data, ref)
         # Here, as it is not sent again after an error, or when a new version goes first.
         self.upkeep.count("payload_bytes", ref.nbytes)
         return ref.nbytes
 
-    def _renew(self, refs: "list[PayloadRef] | tuple[PayloadRef, ...]") -> int:
-        """Put payloads again that a pruner may be about to delete. Returns the bytes that were sent."""
-        late = [ref for ref in refs if abs(self._clock() - self._put_unix_s.get(ref.sha256, 0.0)) > LATE_S]
-        for ref in late:
-            self._put_unix_s.pop(ref.sha256, None)
-        return sum(self._put(ref) for ref in late)
+    def _put_again(self, refs: Sequence[PayloadRef], *, within_s: float) -> int:
+        """Put again what a pruner may have deleted, if some were put hours ago. Returns the bytes that were sent.
 
-    def _require_kept(self, refs: "list[PayloadRef] | tuple[PayloadRef, ...]") -> int:
-        """After a manifest was created: put again what is gone, if so much time has passed that it may have been."""
-        if not any(abs(self._clock() - self._put_unix_s[ref.sha256]) > LATE_S for ref in refs):
+        What the copy got within the last `within_s` is left out.
+        """
+        if not self._upload.is_late(refs):
             return 0
-        gone = set(Writer(self._copy.store).missing(refs))
-        lost = [ref for ref in refs if keys.payload_key(ref.sha256) in gone]
-        for ref in lost:
-            del self._put_unix_s[ref.sha256]
-        return sum(self._put(ref) for ref in lost)
-
-    def _resumable(self) -> dict[str, float]:
-        """Payloads of the copy that were put within an hour, by its own clock, with the time by ours."""
-        store = self._copy.store
-        items = [(keys.parse_payload_key(item.key), item) for item in [*store.list(keys.PAYLOADS)]]
-        if not items:
-            return {}
-        now_unix_s, ours_unix_s = probe_clock(store), self._clock()
-        young = ((sha256, now_unix_s - item.modified_unix_s) for sha256, item in items if sha256 is not None)
-        return {sha256: ours_unix_s - age_s for sha256, age_s in young if abs(age_s) < TRUST_S}
+        self._upload.resume(within_s)
+        return sum(self._put(ref) for ref in refs)
 
     def _copy_versions(self, versions: "range | list[int]") -> int:
         """Copy the manifests of these versions, descending. The lowest comes last: with it readers see the highest."""

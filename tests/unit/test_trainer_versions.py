@@ -1,17 +1,17 @@
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from support import LONG_S
-from support.feeds import Feed, SpyStore, same_weights
+from support.feeds import Feed, SpyStore, paper, put_anchor, same_weights
 from support.helpers import changed, state
 
 from deltasync import blocks
 from deltasync.errors import StoreError
-from deltasync.feed.writer import Writer
+from deltasync.feed.upload import RESUME_S, Upload
 from deltasync.format import keys, limits
 from deltasync.format.index import encode_index
 from deltasync.format.manifest import Manifest, PayloadRef
@@ -19,8 +19,8 @@ from deltasync.format.payload import Block, Payload
 from deltasync.format.weights import Weights
 from deltasync.state import load
 from deltasync.store.protocol import Data
-from deltasync.trainer import version as anchors
-from deltasync.trainer.version import Metadata, VersionWriter, put_anchor
+from deltasync.trainer import versions as anchors
+from deltasync.trainer.versions import DeltaPayloads, Metadata, VersionWriter
 
 LAYOUTS = {
     "of many types": state(),
@@ -38,12 +38,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anchors, "SHARD_ELEMENTS", 512)
 
 
-def opened() -> tuple[SpyStore, Writer]:
+def opened() -> tuple[SpyStore, Upload]:
     store = SpyStore()
-    writer = Writer(store)
-    writer.open()
+    upload = Upload(store)
+    upload.open()
     store.took()
-    return store, writer
+    return store, upload
 
 
 def puts(store: SpyStore) -> list[str]:
@@ -56,9 +56,9 @@ def payload(store: SpyStore, ref: PayloadRef) -> Payload:
 
 @pytest.mark.parametrize("tensors", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_one_shard(tensors: dict[str, np.ndarray]) -> None:
-    store, writer = opened()
+    store, upload = opened()
     weights = Weights.of(tensors)
-    refs, digest = put_anchor(writer, weights, 7)
+    refs, digest = put_anchor(upload, weights, 7)
     assert digest == blocks.digest(weights)
     assert len(refs) == 1
     header = payload(store, refs[0]).header
@@ -69,9 +69,9 @@ def test_one_shard(tensors: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("tensors", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_shards(tensors: dict[str, np.ndarray]) -> None:
     """Each covers at least so many elements, no two the same ones, all together every one."""
-    store, writer = opened()
+    store, upload = opened()
     weights = Weights.of(tensors)
-    refs, digest = put_anchor(writer, weights, 7)
+    refs, digest = put_anchor(upload, weights, 7)
     assert digest == blocks.digest(weights)
     assert len(set(refs)) == len(refs)
     sizes = [sum(info.elements for info in payload(store, ref).block_infos) for ref in refs]
@@ -92,20 +92,20 @@ def test_weights_come_back(tensors: dict[str, np.ndarray]) -> None:
 @pytest.mark.usefixtures("small")
 def test_the_number_of_shards_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anchors, "SHARDS_MAX", 3)
-    _, writer = opened()
-    assert len(put_anchor(writer, Weights.of(state()), 0)[0]) <= 3
+    _, upload = opened()
+    assert len(put_anchor(upload, Weights.of(state()), 0)[0]) <= 3
 
 
 @pytest.mark.usefixtures("small")
 def test_a_second_attempt_puts_only_what_is_missing() -> None:
-    store, writer = opened()
+    store, upload = opened()
     weights = Weights.of(state())
-    refs, digest = put_anchor(writer, weights, 7)
+    refs, digest = put_anchor(upload, weights, 7)
     assert len(puts(store)) == len(refs)
     missing = [keys.payload_key(refs[i].sha256) for i in (1, 3)]
     for key in missing:
         store.delete(key)
-    again = Writer(store)
+    again = Upload(store)
     assert put_anchor(again, weights, 7) == (refs, digest)
     assert sorted(puts(store)) == sorted(missing)
     assert put_anchor(again, weights, 7) == (refs, digest)
@@ -114,17 +114,17 @@ def test_a_second_attempt_puts_only_what_is_missing() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_other_threads_make_the_same_shards() -> None:
-    _, writer = opened()
+    _, upload = opened()
     weights = Weights.of(state())
-    assert put_anchor(writer, weights, 7) == put_anchor(writer, weights, 7)
+    assert put_anchor(upload, weights, 7) == put_anchor(upload, weights, 7)
 
 
 @pytest.mark.usefixtures("small")
 def test_no_two_versions_share_a_shard() -> None:
-    _, writer = opened()
+    _, upload = opened()
     weights = Weights.of(state())
-    first, digest = put_anchor(writer, weights, 7)
-    second, same = put_anchor(writer, weights, 8)
+    first, digest = put_anchor(upload, weights, 7)
+    second, same = put_anchor(upload, weights, 8)
     assert digest == same
     assert not set(first) & set(second)
 
@@ -134,9 +134,9 @@ def test_no_two_versions_share_a_shard() -> None:
     ("how", "is_put_again"), [("just now", False), ("long ago", True), ("another size", True), ("not a payload", True)]
 )
 def test_what_counts_as_being_there(how: str, is_put_again: bool) -> None:
-    store, writer = opened()
+    store, upload = opened()
     weights = Weights.of(state())
-    refs, _ = put_anchor(writer, weights, 7)
+    refs, _ = put_anchor(upload, weights, 7)
     key = keys.payload_key(refs[0].sha256)
     data = store.get(key)
     if how == "another size":
@@ -145,18 +145,18 @@ def test_what_counts_as_being_there(how: str, is_put_again: bool) -> None:
         store.delete(key)
         store.put(f"{key}.bak", data)
     elif how == "long ago":
-        store.age(key, time.time() - anchors.RESUME_S - 60)
+        store.age(key, time.time() - RESUME_S - 60)
     puts(store)
-    put_anchor(writer, weights, 7)
+    put_anchor(upload, weights, 7)
     assert (key in puts(store)) == is_put_again
     assert store.get(key) == data
 
 
 def test_progress_reaches_the_end() -> None:
-    _, writer = opened()
+    _, upload = opened()
     weights = Weights.of(state())
     reports: list[tuple[str, int, int]] = []
-    put_anchor(writer, weights, 7, progress=lambda phase, done, total: reports.append((phase, done, total)))
+    put_anchor(upload, weights, 7, progress=lambda phase, done, total: reports.append((phase, done, total)))
     elements = weights.layout.elements
     assert reports[-1] == ("anchor", elements, elements)
 
@@ -176,9 +176,9 @@ SMALLEST = {"DELTA_BYTES_LEAST": 1, "DELTA_BYTES_MOST": 1, "INDEX_SHARE": 0}
 
 def begun(store: SpyStore) -> tuple[VersionWriter, Weights, Manifest]:
     """A feed with version 0."""
-    weights, writer = Weights.of(state()), Writer(store)
-    writer.open()
-    versions = VersionWriter(writer=writer, layout=weights.layout)
+    weights, upload = Weights.of(state()), Upload(store)
+    upload.open()
+    versions = VersionWriter(upload=upload, layout=weights.layout)
     return versions, weights, versions.anchor(weights, None, Metadata()).manifest
 
 
@@ -201,16 +201,17 @@ def test_payloads_are_put_while_later_blocks_are_encoded(monkeypatch: pytest.Mon
     assert len(encoded) > 2
     in_time = []
 
-    def encode() -> Generator[Block, None, None]:
-        yield from encoded[:-1]
-        in_time.append(was_put.wait(LONG_S))
-        yield encoded[-1]
+    class Encoder:
+        def __iter__(self) -> Iterator[Block]:
+            yield from encoded[:-1]
+            in_time.append(was_put.wait(LONG_S))
+            yield encoded[-1]
 
-    committed = versions.delta(encode, first, Metadata())
+    committed = versions.delta(Encoder(), first, Metadata())
     assert in_time == [True]
     assert len(committed.manifest.payloads) == len(encoded)
     assert committed.manifest.changed == sum(block.changed for block in encoded)
-    assert same_weights(load(versions.writer.log, committed.manifest), new)
+    assert same_weights(load(versions.upload.log, committed.manifest), new)
 
 
 MIB = 1 << 20
@@ -221,16 +222,16 @@ MIB = 1 << 20
     [(0, MIB // 2), (4 * MIB, MIB // 2), (32 * MIB, 2 * MIB), (128 * MIB, 8 * MIB), (1 << 40, 8 * MIB)],
 )
 def test_payloads_of_a_delta_grow_with_it(changed_elements: int, payload_bytes: int) -> None:
-    versions, _, _ = begun(SpyStore())
-    assert versions._payload_bytes(changed_elements) == payload_bytes
+    layout = Weights.of(state()).layout
+    assert DeltaPayloads([], paper("anchor", 0), layout, changed=changed_elements).payload_bytes == payload_bytes
 
 
 def test_payloads_of_a_delta_are_large_beside_their_index() -> None:
     """Models with many experts have tens of thousands of tensors, which each payload lists."""
     weights = Weights.of({f"layers.{i}.weight": np.zeros(1, np.uint8) for i in range(20_000)})
-    versions = VersionWriter(writer=Writer(SpyStore()), layout=weights.layout)
+    payloads = DeltaPayloads([], paper("anchor", 0), weights.layout)
     index = encode_index(weights.layout, ())
-    assert 0.9 < versions._payload_bytes(0) / (anchors.INDEX_SHARE * len(index)) < 1.5
+    assert 0.9 < payloads.payload_bytes / (anchors.INDEX_SHARE * len(index)) < 1.5
 
 
 @pytest.mark.parametrize("fails", [0, 1, 2])
@@ -253,15 +254,16 @@ def test_a_put_that_fails_commits_nothing_and_leaves_the_encoder(fails: int, mon
     versions, old, first = begun(store)
     ended = []
 
-    def encode() -> Generator[Block, None, None]:
-        try:
-            yield from blocks.encode_delta(old, Weights.of(changed(state())))
-        finally:
-            ended.append(True)
+    class Encoder:
+        def __iter__(self) -> Iterator[Block]:
+            try:
+                yield from blocks.encode_delta(old, Weights.of(changed(state())))
+            finally:
+                ended.append(True)
 
     with pytest.raises(StoreError, match="no"):
-        versions.delta(encode, first, Metadata())
+        versions.delta(Encoder(), first, Metadata())
     assert ended == [True]
-    assert list(versions.writer.log.versions()) == [0]
+    assert list(versions.upload.log.versions()) == [0]
     fails = -1
-    assert versions.delta(encode, first, Metadata()).manifest.version == 1
+    assert versions.delta(Encoder(), first, Metadata()).manifest.version == 1

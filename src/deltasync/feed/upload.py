@@ -1,8 +1,10 @@
 """Write to a feed: payloads first, then the manifest, whose creation is the commit and the fence."""
 
 import logging
+import math
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -14,10 +16,10 @@ from deltasync.format import keys
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.sealed import FeedRecord
 from deltasync.store import file_path
-from deltasync.store.leased import LeasedStore, UnfencedStore
+from deltasync.store.leased import LeasedStore, UnfencedStore, creating
 from deltasync.store.patient import PatientStore
-from deltasync.store.probe import probe_fencing, probe_put
-from deltasync.store.protocol import Data, Store
+from deltasync.store.probe import probe_clock, probe_fencing, probe_put
+from deltasync.store.protocol import Data, ObjectInfo, Store
 from deltasync.store.reading import get_manifest, with_reread
 
 logger = logging.getLogger(__name__)
@@ -34,9 +36,16 @@ _FOLDER_NAMES = frozenset({
 LATE_S = 6 * 3600
 """What was put longer ago is put again when a manifest names it: `prune` removes payloads without one after a day."""
 
+RESUME_S = 3600
+"""A payload that has been in the store for longer is put again by a new attempt: `prune` may be about to remove it."""
 
-class Writer:
-    """The only writer of a feed. Its random `id` distinguishes its commits from those of other writers."""
+
+class Upload:
+    """What one writer puts into a feed and commits. Its random `id` distinguishes its commits from those of others.
+
+    It knows when it put each payload that no manifest names yet: hours later, `prune` may have removed it. Nothing is
+    read once `stop` is set. Threads that commit at the same time each use one of their own: see `beside`.
+    """
 
     def __init__(
         self,
@@ -44,19 +53,21 @@ class Writer:
         *,
         retry_s: float = 0.0,
         require_fencing: bool = False,
+        stop: threading.Event | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.id = secrets.token_hex(8)
         self.clock = clock
+        self.patient = PatientStore(store, retry_s, stop=stop)
         self._require_fencing = require_fencing
-        self._patient = PatientStore(store, retry_s)
         self._lease: LeasedStore | None = None
-        self._files: tuple[Data, float] | None = None
-        """The files beside the weights that no manifest may name yet, and when they were put."""
+        self._there: dict[str, tuple[int, float]] = {}
+        """Sizes of payloads that no manifest may name yet, and when they were put, by our clock; by their SHA-256."""
+        self._kept: dict[PayloadRef, Data] = {}
 
     @property
     def store(self) -> Store:
-        return self._patient if self._lease is None else self._lease
+        return creating(self.patient) if self._lease is None else self._lease
 
     @property
     def log(self) -> Log:
@@ -65,14 +76,15 @@ class Writer:
     @property
     def retries(self) -> int:
         """How often a request to the store was repeated."""
-        return self._patient.retries
+        return self.patient.retries
 
-    def beside(self) -> "Writer":
+    def beside(self) -> "Upload":
         """The same writer for another thread, which counts its own retries."""
         other = copy(self)
-        other._patient = self._patient.beside()
+        other.patient = self.patient.beside()
+        other._there, other._kept = {}, {}
         if self._lease is not None:
-            other._lease = LeasedStore(other._patient, self.id, clock=self.clock)
+            other._lease = LeasedStore(other.patient, self.id, clock=self.clock)
         return other
 
     def open(self) -> Manifest | None:
@@ -82,52 +94,87 @@ class Writer:
         it is refused. ConflictError if another writer holds the lease.
         """
         self.require_own_folder()
-        probe_put(self._patient)
+        probe_put(self.patient)
         if not self._fences():
-            self._lease = LeasedStore(self._patient, self.id, clock=self.clock)
+            self._lease = LeasedStore(self.patient, self.id, clock=self.clock)
             self._lease.take()
         self._require_feed()
         return self.log.head()
 
-    def put(self, data: Data, ref: PayloadRef | None = None) -> PayloadRef:
+    def put(self, data: Data, ref: PayloadRef | None = None, *, keep: bool = False) -> PayloadRef:
         """Store a payload under its SHA-256. It is part of the feed once a manifest that names it is committed.
 
-        `ref`: its reference, where the caller has computed it already.
+        `ref`: its reference, where the caller has computed it already. `keep` the bytes for `renew` until `forget`.
         """
         ref = PayloadRef.of(data) if ref is None else ref
+        put_unix_s = self.clock()
         self.store.put(keys.payload_key(ref.sha256), data)
+        self._there[ref.sha256] = ref.nbytes, put_unix_s
+        if keep:
+            self._kept[ref] = data
         return ref
 
-    def put_files(self, data: Data) -> PayloadRef:
-        """Put the files beside the weights, and keep them for `renew_files` until `release_files`."""
-        self._files = data, self.clock()
-        return self.put(data)
+    def has(self, ref: PayloadRef) -> bool:
+        """Whether the payload was put, or found by `resume`, and not forgotten since."""
+        nbytes, _ = self._there.get(ref.sha256, (None, 0.0))
+        return nbytes == ref.nbytes
 
-    def renew_files(self, *, after_s: float) -> None:
-        """Put the files that are kept again if that was so long ago: `prune` may have removed them."""
-        if self._files is not None and abs(self.clock() - self._files[1]) > after_s:
-            self.put_files(self._files[0])
+    def resume(self, within_s: float, *, listed: Iterable[ObjectInfo] | None = None) -> None:
+        """Find out which payloads the store got within the last `within_s`, by its own clock: the others do not count.
 
-    def release_files(self) -> None:
-        """Keep the files no longer: a committed manifest names them."""
-        self._files = None
+        They may come from an attempt that was interrupted, in this process or before it. `listed`: all payloads, where
+        the caller has listed them already.
+        """
+        # Before the requests: what this process may sleep in them counts as age.
+        ours_unix_s = self.clock()
+        now_unix_s = probe_clock(self.store)
+        listed = self.store.list(keys.PAYLOADS) if listed is None else listed
+        ages_s = ((keys.parse_payload_key(i.key), i.nbytes, now_unix_s - i.modified_unix_s) for i in listed)
+        self._there = {
+            sha256: (nbytes, ours_unix_s - age_s)
+            for sha256, nbytes, age_s in ages_s
+            if sha256 is not None and age_s < within_s
+        }
+
+    def renew(self) -> None:
+        """Put what is kept again unless that was done within `RESUME_S`: `prune` may have removed it."""
+        for ref, data in self._kept.items():
+            _, put_unix_s = self._there.get(ref.sha256, (0, -math.inf))
+            if abs(self.clock() - put_unix_s) > RESUME_S:
+                self.put(data, ref, keep=True)
+
+    def put_unix_s(self, refs: Iterable[PayloadRef]) -> list[float]:
+        """When those of these payloads were put that wait for a manifest, by our clock."""
+        return [self._there[ref.sha256][1] for ref in refs if ref.sha256 in self._there]
+
+    def is_late(self, refs: Iterable[PayloadRef], *, since_unix_s: float | None = None) -> bool:
+        """Whether these payloads were put so long ago that they must be put again: `prune` may have removed them.
+
+        `since_unix_s`: when other processes put theirs. Their clocks may differ; by hours, that counts as late, too.
+        """
+        put_unix_s = [*self.put_unix_s(refs), *([] if since_unix_s is None else [since_unix_s])]
+        return any(abs(self.clock() - at) > LATE_S for at in put_unix_s)
 
     def missing(self, refs: Iterable[PayloadRef]) -> list[str]:
         """The keys of those of these payloads that are not listed with their sizes."""
         sizes = {item.key: item.nbytes for item in self.store.list(keys.PAYLOADS)}
         return [key for ref in refs if sizes.get(key := keys.payload_key(ref.sha256)) != ref.nbytes]
 
-    def commit(self, manifest: Manifest) -> None:
-        """Commit a version or a skip whose payloads are in the store. A retry after an error is safe.
+    def commit(self, manifest: Manifest, *, key: str | None = None) -> None:
+        """Create a manifest whose payloads are in the store: a version, a skip, or under `key`. A retry is safe.
 
         ConflictError if another writer was first: stop. After a StoreError it is not known whether the commit happened:
         commit the same manifest again, or reopen the feed.
         """
-        self._create(manifest_key(manifest), manifest.to_bytes())
+        key, data = manifest_key(manifest) if key is None else key, manifest.to_bytes()
+        if not self.store.create(key, data):
+            self._settle(key, data)
 
-    def add_anchor(self, manifest: Manifest) -> None:
-        """Add an anchor to a committed version."""
-        self._create(keys.anchor_key(manifest.version), manifest.to_bytes())
+    def forget(self, refs: Iterable[PayloadRef]) -> None:
+        """A committed manifest names these payloads: they stay, and need not be put again."""
+        for ref in refs:
+            self._there.pop(ref.sha256, None)
+            self._kept.pop(ref, None)
 
     def close(self) -> None:
         """Release the lease, if there is one."""
@@ -140,8 +187,8 @@ class Writer:
             logger.warning("cannot release the lease of %s: %s", self.store.url, error)
 
     def _fences(self) -> bool:
-        if self._patient.capabilities.create_if_absent:
-            if probe_fencing(self._patient):
+        if self.patient.capabilities.create_if_absent:
+            if probe_fencing(self.patient):
                 return True
             message = f"{self.store.url} ignores create-if-absent"
         else:
@@ -150,7 +197,7 @@ class Writer:
             raise StoreError(
                 message, transient=False, hint="use a store with conditional puts, or leave out require_fencing"
             )
-        if self._patient.capabilities.create_if_absent:
+        if self.patient.capabilities.create_if_absent:
             logger.warning(
                 "%s: two writers at once can overwrite each other's versions; using a lease instead", message
             )
@@ -180,13 +227,9 @@ class Writer:
     def _require_feed(self) -> None:
         if self.log.feed() is None:
             record = FeedRecord(secrets.token_hex(8), int(self.clock()))
-            store = self._patient if self._lease is None else UnfencedStore(self._patient)
+            store = self.patient if self._lease is None else UnfencedStore(self.patient)
             if store.create(keys.FEED, record.to_bytes()):
                 logger.info("a new feed begins at %s", self.store.url)
-
-    def _create(self, key: str, data: bytes) -> None:
-        if not self.store.create(key, data):
-            self._settle(key, data)
 
     def _settle(self, key: str, data: bytes) -> None:
         """The object exists: equal bytes mean that we created it, and a response was lost. Else ConflictError."""

@@ -1,15 +1,15 @@
-"""The ranks of a sharded trainer: how they agree, and how they resume. Subclasses of `Ranks` connect them."""
+"""The processes of a trainer: how they agree, and how they resume. Subclasses of `Group` connect them."""
 
 import logging
 import math
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -25,8 +25,6 @@ from deltasync.trainer.shards import Shards
 from deltasync.upkeep.restore import restore
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +60,19 @@ class Message:
     failure: Failure | None = None
 
 
-class Ranks(ABC):
-    """All ranks of the trainer. `timeout_s` is how long rank 0 waits for the slowest of the others.
+@dataclass(slots=True)
+class Decision:
+    """What rank 0 decides for all. `parts` is what each rank gave, in their order; None on the other ranks."""
 
-    One thread uses it at a time. Once a rank is lost, no further agreement is possible. Subclasses connect the ranks.
+    parts: Sequence[Any] | None = None
+    result: Any = None
+    """Set in the block by rank 0, and known to all ranks after it."""
+
+
+class Group(ABC):
+    """The processes that write the versions of a feed together. `timeout_s`: how long rank 0 waits for the slowest.
+
+    One thread uses it at a time. Once a rank is lost, no further agreement is possible.
     """
 
     def __init__(self, rank: int, size: int, *, timeout_s: float) -> None:
@@ -81,25 +88,25 @@ class Ranks(ABC):
         try:
             yield
         except BaseException as error:
-            message = Message("", None, Failure.of(error, self.rank))
-            with suppress(DeltasyncError):
-                _ = self._lead(message, lambda _: None) if self.rank == 0 else self._follow(message)
+            failed = self._agreement(Message("", None, Failure.of(error, self.rank)))
+            with suppress(DeltasyncError), failed:
+                pass
             raise
 
-    def agree(self, about: str, mine: _T, decide: Callable[[Sequence[_T]], _R]) -> _R:
-        """Call `decide` on rank 0, with what every rank gave, in their order; returns its result on all ranks.
+    @contextmanager
+    def decision(self, about: str, mine: object) -> Iterator[Decision]:
+        """Let rank 0 decide in the block, by what every rank gave. All ranks have the result after it.
 
-        If it fails, or a rank reports an error instead, every rank raises that error. `about` must be the same on all.
+        If the block fails, or a rank reports an error instead, every rank raises that error. `about` must be the same
+        on all.
         """
         self.require_all()
-        message = Message(about, mine)
-        if self.rank == 0:
-            return self._lead(message, decide)
-        answer = self._follow(message)
-        if answer.failure is not None:
-            raise answer.failure.error()
-        result: _R = answer.value
-        return result
+        with self._agreement(Message(about, mine)) as decision:
+            yield decision
+
+    @abstractmethod
+    def fork(self) -> "Group":
+        """The same processes with a channel of their own, for another thread. All of them call this."""
 
     @abstractmethod
     def share(self, bits: Bits) -> None:
@@ -117,8 +124,32 @@ class Ranks(ABC):
     def _receive(self, rank: int, timeout_s: float) -> Message:
         """The next message of a rank; the error of `lose` if none comes in time."""
 
-    def _lead(self, mine: Message, decide: Callable[[Sequence[_T]], _R]) -> _R:
-        """On rank 0: collect the messages, decide, and send the result to all."""
+    @contextmanager
+    def _agreement(self, mine: Message) -> Iterator[Decision]:
+        if self.rank:
+            decision = Decision()
+            yield decision
+            self._send(0, mine)
+            answer = self._receive(0, 2 * self._timeout_s)
+            if answer.failure is not None:
+                raise answer.failure.error()
+            decision.result = answer.value
+            return
+        messages, lost = self._collect(mine)
+        try:
+            _require_agreement(messages)
+            decision = Decision([message.value for message in messages])
+            yield decision
+        except BaseException as error:
+            failure = next((m.failure for m in messages if m.failure is not None), Failure.of(error, 0))
+            self._send_all(Message(mine.about, None, failure))
+            if lost is not None:
+                raise lost from None
+            raise
+        self._send_all(Message(mine.about, decision.result))
+
+    def _collect(self, mine: Message) -> tuple[list[Message], DeltasyncError | None]:
+        """On rank 0: the messages of all ranks; if some are lost, the error of the last of them."""
         messages, lost = [mine], None
         until = time.monotonic() + self._timeout_s
         for rank in range(1, self.size):
@@ -127,22 +158,7 @@ class Ranks(ABC):
             except DeltasyncError as error:
                 lost = error
                 messages.append(Message(mine.about, None, Failure.of(error, 0)))
-        try:
-            _require_agreement(messages)
-            result = decide([message.value for message in messages])
-        except BaseException as error:
-            failure = next((m.failure for m in messages if m.failure is not None), Failure.of(error, 0))
-            self._send_all(Message(mine.about, None, failure))
-            if lost is not None:
-                raise lost from None
-            raise
-        self._send_all(Message(mine.about, result))
-        return result
-
-    def _follow(self, mine: Message) -> Message:
-        """On the other ranks: send the message to rank 0, and receive its answer."""
-        self._send(0, mine)
-        return self._receive(0, 2 * self._timeout_s)
+        return messages, lost
 
     def _send_all(self, message: Message) -> None:
         for rank in range(1, self.size):
@@ -161,6 +177,29 @@ class Ranks(ABC):
         """Raise the error of a rank that is lost."""
         if self._lost is not None:
             raise self._lost
+
+
+class Alone(Group):
+    """The group of a trainer that is a single process."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, timeout_s=0.0)
+
+    def fork(self) -> Group:
+        """This group: it has no channel."""
+        return self
+
+    def share(self, bits: Bits) -> None:
+        """Nobody else needs them."""
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+    def _send(self, rank: int, message: Message) -> None:
+        raise self.lose(f"rank {rank}", ValueError("this process is alone"))
+
+    def _receive(self, rank: int, timeout_s: float) -> Message:
+        raise self.lose(f"rank {rank}", ValueError("this process is alone"))
 
 
 def _require_agreement(messages: Sequence[Message]) -> None:
@@ -189,7 +228,7 @@ SENT_ELEMENTS = 1 << 24
 
 
 def resume(
-    ranks: Ranks,
+    group: Group,
     store: Store,
     head: Manifest,
     weights: Weights,
@@ -199,25 +238,31 @@ def resume(
 ) -> None:
     """Bring the weights of every rank to the head, unless the files under `folder` hold them already."""
 
-    def is_at_head() -> bool:
-        with ranks.report_errors():
-            mine = blocks.digest(weights) - layout_digest(weights.layout)
-        return ranks.agree("the head", mine, lambda deltas: sum(deltas, layout_digest(shards.layout)) == head.digest)
-
-    if folder is not None and is_at_head():
+    if folder is not None and _is_at(group, head, weights, shards):
         return
     with ExitStack() as stack:
-        with ranks.report_errors():
-            source = stack.enter_context(_restored(store, head, folder)) if ranks.rank == 0 else None
-        ranks.agree("the head", None, lambda _: None)
-        _hand_out(ranks, source, weights, shards)
-    if not is_at_head():
+        with group.report_errors():
+            source = stack.enter_context(_restored(store, head, folder)) if group.rank == 0 else None
+        with group.decision("the head", None):
+            pass
+        _hand_out(group, source, weights, shards)
+    if not _is_at(group, head, weights, shards):
         raise CorruptError(
             f"the weights of all ranks together do not have the digest of version {head.version}",
             rule="shadow.digest",
             version=head.version,
             hint="the memory or network of these machines may be faulty: start again",
         )
+
+
+def _is_at(group: Group, head: Manifest, weights: Weights, shards: Shards) -> bool:
+    """Whether the weights of all ranks together have the digest of a version."""
+    with group.report_errors():
+        mine = blocks.digest(weights) - layout_digest(weights.layout)
+    with group.decision("the head", mine) as decision:
+        if decision.parts is not None:
+            decision.result = sum(decision.parts, layout_digest(shards.layout)) == head.digest
+    return bool(decision.result)
 
 
 @contextmanager
@@ -230,7 +275,7 @@ def _restored(store: Store, head: Manifest, folder: Path | None) -> Iterator[Wei
         yield open_checkpoint(out).weights
 
 
-def _hand_out(ranks: Ranks, source: Weights | None, weights: Weights, shards: Shards) -> None:
+def _hand_out(group: Group, source: Weights | None, weights: Weights, shards: Shards) -> None:
     """Send the rows of all tensors from rank 0, which has the source; every rank keeps its own elements of them."""
     for ordinal, box in enumerate(shards.boxes):
         dtype, row = weights.layout.tensors[ordinal].dtype.bits_dtype, math.prod(box.shape[1:])
@@ -239,6 +284,6 @@ def _hand_out(ranks: Ranks, source: Weights | None, weights: Weights, shards: Sh
             rows = np.empty(min(step, box.shape[0] - first) * row, dtype)
             if source is not None:
                 rows[:] = source.arrays[ordinal][first * row : first * row + len(rows)]
-            ranks.share(rows)
+            group.share(rows)
             if box.elements:
                 box.copy_rows(weights.arrays[ordinal], rows, first)

@@ -15,9 +15,10 @@ from deltasync.feed.plan import Plan
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Region, Runs
+from deltasync.observe import tell
 from deltasync.parallel import Pool
 from deltasync.trainer.capture import Shadow
-from deltasync.trainer.events import AnchorProgress, CommittedVersion, Observer, logging_observer_error
+from deltasync.trainer.events import AnchorProgress, CommittedVersion, Observer
 from deltasync.trainer.version import VersionWriter
 
 logger = logging.getLogger(__name__)
@@ -186,6 +187,5 @@ class Anchors:
         if error is not None:
             # The feed is complete without it.
             logger.error("the anchor was not written, the next version gets one: %s", error)
-        elif self._observer is not None:
-            with logging_observer_error():
-                self._observer(done.result().event())
+        else:
+            tell(self._observer, done.result().event())

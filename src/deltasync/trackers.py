@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deltasync import Advance, InvalidInputError, PublishEvent
+from deltasync.observe import phases_of, tracked
 
 __all__ = ["Observer", "event_metrics", "to_mlflow", "to_tensorboard", "to_wandb"]
 
@@ -27,23 +28,14 @@ def event_metrics(event: PublishEvent | Advance, *, clock: Callable[[], float] =
     the trainer waited), `publish/background_s`, `publish/retries`; of an anchor `anchor/bytes`. Of a replica:
     `replica/bytes`, `replica/pause_s`, `replica/total_s`, `replica/lag_s` (since the commit, by both clocks).
     """
-    found: dict[str, float | None]
-    if isinstance(event, Advance):
-        s = event.seconds
-        late_s = None if event.committed_unix_s is None else max(0.0, clock() - event.committed_unix_s)
-        total_s = s.plan + s.fetch + s.decode + s.stage + s.commit
-        found = {"bytes": event.nbytes, "pause_s": s.pause, "total_s": total_s, "lag_s": late_s}
-        return _named("replica", event.version, found)
-    if event.kind == "anchor" and event.version > 0:
+    if isinstance(event, PublishEvent) and event.kind == "anchor" and event.version > 0:
         return _named("anchor", event.version, {"bytes": event.payload_bytes})
-    found = {
-        "bytes": event.payload_bytes,
-        "changed_share": event.density,
-        "bits_per_changed": 8 * event.payload_bytes / event.changed if event.changed else None,
-        "held_s": event.held_s,
-        "background_s": event.encode_s + event.put_s + event.commit_s,
-        "retries": event.retries,
-    }
+    found, phases_s = tracked(event), sum(phases_of(event).values())
+    if isinstance(event, Advance):
+        late_s = None if event.committed_unix_s is None else max(0.0, clock() - event.committed_unix_s)
+        return _named("replica", event.version, {**found, "total_s": phases_s, "lag_s": late_s})
+    bits = 8 * event.payload_bytes / event.changed if event.changed else None
+    found |= {"changed_share": event.density, "bits_per_changed": bits, "background_s": phases_s}
     return _named("publish", event.version, found)
 
 

@@ -18,12 +18,12 @@ from support.replicas import wait_until
 
 from deltasync import Advance, Follower, PublisherMetrics, PublishEvent, Retention
 from deltasync.replica.hook import HookStatus
-from deltasync.replica.metrics import FollowerCollector
+from deltasync.replica.metrics import follower_metrics
 from deltasync.store.memory import MemoryStore
 from deltasync.torch import ModuleTarget, Publisher
 from deltasync.trackers import event_metrics
 from deltasync.upkeep.compact import Compactor
-from deltasync.upkeep.metrics import UpkeepCollector
+from deltasync.upkeep.metrics import upkeep_metrics
 from deltasync.upkeep.relay import Relay
 from deltasync.upkeep.stats import Upkeep
 
@@ -77,14 +77,14 @@ def test_what_is_observed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
     relay, compactor = Relay(store, copy, every=True, heartbeats=True), Compactor(copy, levels=(2,))
     assert list(relay.advance())
     assert list(compactor.advance())
-    other.register(UpkeepCollector("compactor", {(): compactor.upkeep}))  # type: ignore[arg-type]
-    other.register(UpkeepCollector.of_relays(relay))  # type: ignore[arg-type]
+    other.register(upkeep_metrics("compactor", {(): compactor.upkeep}))  # type: ignore[arg-type]
+    other.register(upkeep_metrics("relay", {(relay.destination,): relay.upkeep}))  # type: ignore[arg-type]
     target = ModuleTarget(fixed_tensors())
     with Follower(store, target, replica="r", observer=moves.append, beat_s=3600) as replica:
         replica.advance(to=1)
         replica.advance()
         replica.scrub()
-        other.register(FollowerCollector(replica.status, lambda: HookStatus(version=2)))
+        other.register(follower_metrics(replica.status, lambda: HookStatus(version=2)))
         status = replica.status()
         scraped = {**scraped, **scrape(other)}
     assert [event.version for event in events if event.kind == "delta"] == [1, 2]

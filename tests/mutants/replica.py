@@ -98,6 +98,17 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="observer-fails-an-advance",
+        harm="A dashboard that is down makes a replica report versions that are live as failures.",
+        path="src/deltasync/observe.py",
+        old="    except (Exception, SystemExit) as error:\n",
+        new="    except KeyboardInterrupt as error:\n",
+        killers=(
+            "tests/unit/test_replica_start.py::test_an_observer_that_fails_changes_nothing",
+            "tests/unit/test_trainer_pipeline.py::test_an_observer_that_fails_hides_nothing_else_of_its_job",
+        ),
+    ),
+    Mutant(
         name="permanent-errors-polled",
         harm="A replica whose permission was taken away retries endlessly instead of ending with an error.",
         path="src/deltasync/replica/loop.py",

@@ -95,8 +95,8 @@ MUTANTS = (
         name="failed-publications-are-not-counted",
         harm="A trainer that publishes nothing any more has no failure in its metrics.",
         path="src/deltasync/trainer/pipeline.py",
-        old="                report_failure(self._observer, error)\n",
-        new="                pass\n",
+        old='            tell(self._observer, error, method="failed")\n',
+        new="            pass\n",
         killers=("tests/unit/test_metric_names.py::test_failed_publications_are_counted",),
     ),
 )

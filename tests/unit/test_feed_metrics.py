@@ -10,12 +10,12 @@ from deltasync.errors import InvalidInputError, StoreError
 from deltasync.feed.pins import pin
 from deltasync.format import keys
 from deltasync.format.sealed import Heartbeat
-from deltasync.metrics import exposition
+from deltasync.observe import Collector, exposition
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store
 from deltasync.testing.faulty import Fault, FaultyStore, at
 from deltasync.upkeep.compact import Compactor
-from deltasync.upkeep.metrics import PHASES, UpkeepCollector
+from deltasync.upkeep.metrics import PHASES, upkeep_metrics
 from deltasync.upkeep.prune import Pruner, Retention
 from deltasync.upkeep.relay import Relay, Relayed
 from deltasync.upkeep.stats import Upkeep
@@ -23,7 +23,7 @@ from deltasync.upkeep.stats import Upkeep
 Samples = dict[tuple[str, ...], float]
 
 
-def samples(collector: UpkeepCollector) -> Samples:
+def samples(collector: Collector) -> Samples:
     """Values by name without its prefix, and the values of their labels but that of the destination."""
     families = text_string_to_metric_families(exposition(collector)().decode())
     return {
@@ -63,7 +63,7 @@ def test_a_compactor() -> None:
     feed = Feed.of(10, Moody())
     assert isinstance(feed.store, Moody)
     compactor = Compactor(feed.store, levels=(4, 8), retry_s=1.0)
-    collector = UpkeepCollector("compactor", {(): compactor.upkeep})
+    collector = upkeep_metrics("compactor", {(): compactor.upkeep})
     before = samples(collector)
     assert ("compactor_version",) not in before
     assert before["compactor_skips_total",] == before["compactor_failing",] == 0
@@ -92,7 +92,7 @@ def test_a_pruner() -> None:
     pin(feed.store, 3, name="best")
     feed.log.beat(Heartbeat("late", 5, 2**40, {}))
     pruner = Pruner(feed.store, Retention(anchors=1, versions=1))
-    collector = UpkeepCollector("pruner", {(): pruner.upkeep})
+    collector = upkeep_metrics("pruner", {(): pruner.upkeep})
     feed.store.fails_at = keys.FLOOR
     with pytest.raises(StoreError):
         pruner.run()
@@ -121,7 +121,7 @@ def test_a_run_that_is_stopped_counts_what_it_deleted() -> None:
     asked: list[int] = []
     before = sum(item.nbytes for item in feed.store.list(keys.PAYLOADS))
     pruner.run(is_stopping=lambda: asked.append(1) or len(asked) > 3)  # type: ignore[func-returns-value]
-    found = samples(UpkeepCollector("pruner", {(): pruner.upkeep}))
+    found = samples(upkeep_metrics("pruner", {(): pruner.upkeep}))
     stored = sum(item.nbytes for item in feed.store.list(keys.PAYLOADS))
     assert found["pruner_deleted_objects_total",] == 3
     assert found["pruner_deleted_bytes_total",] == before - stored > 0
@@ -137,13 +137,13 @@ def test_a_run_that_fails_counts_what_it_deleted() -> None:
     pruner = Pruner(store, Retention(anchors=1, versions=1))
     with pytest.raises(StoreError):
         pruner.run()
-    failed = samples(UpkeepCollector("pruner", {(): pruner.upkeep}))
+    failed = samples(upkeep_metrics("pruner", {(): pruner.upkeep}))
     stored = _payload_bytes(feed.store)
     assert failed["pruner_deleted_objects_total",] == 3
     assert failed["pruner_deleted_bytes_total",] == before - stored > 0
     assert (failed["pruner_version",], failed["pruner_runs_total",]) == (10, 0)
     pruning, _ = pruner.run()
-    found = samples(UpkeepCollector("pruner", {(): pruner.upkeep}))
+    found = samples(upkeep_metrics("pruner", {(): pruner.upkeep}))
     assert found["pruner_deleted_objects_total",] == 3 + len(pruning.keys)
 
 
@@ -153,7 +153,7 @@ def test_a_relay_that_fails_counts_what_it_sent() -> None:
     while not is_over:
         copy = MemoryStore()
         relay = Relay(feed.store, FaultyStore(copy, at(number, Fault("refuse", transient=False))), retry_s=0.0)
-        collector = UpkeepCollector.of_relays(relay)
+        collector = upkeep_metrics("relay", {(relay.destination,): relay.upkeep})
         sent: list[Relayed] = []
         try:
             for part in relay.advance():
@@ -180,7 +180,7 @@ def test_a_relay() -> None:
     feed, copy = grown(12, Moody()), MemoryStore()
     assert isinstance(feed.store, Moody)
     relay = Relay(feed.store, copy, heartbeats=True)
-    collector = UpkeepCollector.of_relays(relay)
+    collector = upkeep_metrics("relay", {(relay.destination,): relay.upkeep})
     assert ("relay_lag",) not in samples(collector)
     feed.store.fails_at = keys.REPLICAS
     sent = list(relay.advance())
@@ -204,7 +204,7 @@ def test_relays_of_one_process_are_told_apart() -> None:
     list(relays[0].advance())
     with pytest.raises(StoreError):
         list(relays[1].advance())
-    text = exposition(UpkeepCollector.of_relays(*relays))().decode()
+    text = exposition(upkeep_metrics("relay", {(each.destination,): each.upkeep for each in relays}))().decode()
     found: dict[str, Any] = {
         s.labels["destination"]: s.value
         for family in text_string_to_metric_families(text)
@@ -240,7 +240,7 @@ def test_what_another_thread_reads_does_not_change() -> None:
 
 def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
-    collector = UpkeepCollector("pruner", {})
+    collector = upkeep_metrics("pruner", {})
     with pytest.raises(InvalidInputError, match="prometheus-client") as caught:
         exposition(collector)
     assert caught.value.hint == "pip install 'deltasync[metrics]'"

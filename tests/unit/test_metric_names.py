@@ -20,12 +20,12 @@ from support.servers import missing
 from deltasync.errors import InvalidInputError, StoreError
 from deltasync.format.weights import Weights
 from deltasync.replica.hook import HookStatus
-from deltasync.replica.metrics import FollowerCollector
+from deltasync.replica.metrics import follower_metrics
 from deltasync.store.memory import MemoryStore
 from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.metrics import PublisherMetrics
 from deltasync.upkeep.compact import Compactor
-from deltasync.upkeep.metrics import UpkeepCollector
+from deltasync.upkeep.metrics import upkeep_metrics
 from deltasync.upkeep.prune import Retention
 from deltasync.upkeep.relay import Relay
 
@@ -49,15 +49,15 @@ def scrape() -> str:
     trainer.close()
     compactor = Compactor(store, levels=(2,))
     assert len(list(compactor.advance())) == 1
-    registry.register(UpkeepCollector("compactor", {(): compactor.upkeep}))  # type: ignore[arg-type]
+    registry.register(upkeep_metrics("compactor", {(): compactor.upkeep}))  # type: ignore[arg-type]
     relay = Relay(store, copy, heartbeats=True)
     assert len(list(relay.advance())) > 0
-    registry.register(UpkeepCollector.of_relays(relay))  # type: ignore[arg-type]
+    registry.register(upkeep_metrics("relay", {(relay.destination,): relay.upkeep}))  # type: ignore[arg-type]
     with follower(store, TorchTarget(Weights.of(nth(0)).layout)) as replica:
         replica.advance(to=1)
         replica.advance()
         hook = HookStatus(version=2)
-        registry.register(FollowerCollector(replica.status, lambda: hook))
+        registry.register(follower_metrics(replica.status, lambda: hook))
         return generate_latest(registry).decode()
 
 

@@ -21,10 +21,10 @@ from deltasync import listener
 from deltasync.errors import InvalidInputError
 from deltasync.format import keys
 from deltasync.listener import parse_address
-from deltasync.metrics import exposition, listening, registered
+from deltasync.observe import exposition, listening, registered
 from deltasync.replica.events import Counts, Seconds, Status
 from deltasync.replica.hook import HookStatus
-from deltasync.replica.metrics import FollowerCollector, no_version
+from deltasync.replica.metrics import follower_metrics, no_version
 from deltasync.testing.faulty import Fault, FaultyStore
 
 Samples = dict[tuple[str, str], float]
@@ -40,7 +40,7 @@ def test_the_metrics_of_a_follower() -> None:
     feed = Feed.of(3)
     target = TorchTarget(feed.states[0].layout)
     with follower(feed.store, target) as replica:
-        metrics = exposition(FollowerCollector(replica.status))
+        metrics = exposition(follower_metrics(replica.status))
         before = samples(metrics())
         first = replica.advance(to=1)
         second = replica.advance()
@@ -64,7 +64,7 @@ def test_the_metrics_of_a_follower() -> None:
 def test_every_count_has_a_metric() -> None:
     counts = Counts(**{field.name: 10 + i for i, field in enumerate(fields(Counts))})
     status = Status("r", 3, 5, 2, 3, None, False, True, None, "StoreError: away", counts, stale_s=4.5)
-    found = samples(exposition(FollowerCollector(lambda: status))())
+    found = samples(exposition(follower_metrics(lambda: status))())
     totals = [value for (name, phase), value in found.items() if name.endswith("_total") and not phase]
     assert sorted(totals) == [10 + i for i in range(len(fields(Counts)))]
     assert found["deltasync_repaired_elements_total", ""] == counts.repaired
@@ -80,7 +80,7 @@ def test_damage_is_counted() -> None:
         replica.advance()
         target.state["embed"].view(-1)[3] += 1
         replica.scrub()
-        found = samples(exposition(FollowerCollector(replica.status))())
+        found = samples(exposition(follower_metrics(replica.status))())
     assert found["deltasync_damaged_elements_total", ""] == found["deltasync_repaired_elements_total", ""] == 1
 
 
@@ -92,12 +92,12 @@ def test_retries_are_counted(no_pauses: None) -> None:
         failing = iter([Fault("refuse"), Fault("refuse")])
         store._plan = lambda operation: next(failing, None) if operation.key.startswith(keys.PAYLOADS) else None
         replica.advance()
-        assert samples(exposition(FollowerCollector(replica.status))())["deltasync_retries_total", ""] == 2
+        assert samples(exposition(follower_metrics(replica.status))())["deltasync_retries_total", ""] == 2
 
 
 def test_the_registry_of_the_process() -> None:
     status = Status("r", 3, 5, 2, 3, None, False, True, None, None)
-    forget = registered(FollowerCollector(lambda: status))
+    forget = registered(follower_metrics(lambda: status))
     try:
         assert prometheus_client.REGISTRY.get_sample_value("deltasync_version") == 3
     finally:
@@ -109,11 +109,11 @@ def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     status = Status("r", None, None, None, None, None, False, False, None, None)
     with pytest.raises(InvalidInputError, match="prometheus-client") as caught:
-        exposition(FollowerCollector(lambda: status))
+        exposition(follower_metrics(lambda: status))
     assert caught.value.hint == "pip install 'deltasync[metrics]'"
     with pytest.raises(ImportError):
-        registered(FollowerCollector(lambda: status))
-    assert FollowerCollector(lambda: status)
+        registered(follower_metrics(lambda: status))
+    assert follower_metrics(lambda: status)
 
 
 LISTENED = Status("r", 3, 5, 2, 3, None, False, True, None, None)
@@ -144,7 +144,7 @@ def has_ipv6() -> bool:
 def test_the_routes_of_a_listener(host: str) -> None:
     if ":" in host and not has_ipv6():
         pytest.skip("this host has no IPv6")
-    metrics = exposition(FollowerCollector(lambda: LISTENED))
+    metrics = exposition(follower_metrics(lambda: LISTENED))
     with listening(lambda: LISTENED, host, 0, token="t", metrics=metrics) as url:
         address = url.removeprefix("http://")
         code, content = ask(address, "GET", "/status", "t")
@@ -214,11 +214,11 @@ def test_why_it_is_not_ready(fields: dict[str, Any], ready_s: float | None, reas
 
 def test_the_metrics_of_a_command() -> None:
     hook = HookStatus()
-    found = samples(exposition(FollowerCollector(lambda: LISTENED, lambda: hook))())
+    found = samples(exposition(follower_metrics(lambda: LISTENED, lambda: hook))())
     assert ("deltasync_exec_version", "") not in found
     assert found["deltasync_exec_failing", ""] == found["deltasync_exec_failures_total", ""] == 0
     hook = HookStatus(2, 3, 1, "failed", failures=4)
-    found = samples(exposition(FollowerCollector(lambda: LISTENED, lambda: hook))())
+    found = samples(exposition(follower_metrics(lambda: LISTENED, lambda: hook))())
     assert found["deltasync_exec_version", ""] == 2
     assert (found["deltasync_exec_failing", ""], found["deltasync_exec_failures_total", ""]) == (1, 4)
 

@@ -11,6 +11,7 @@ from deltasync.errors import InvalidInputError, MismatchError, StoreError
 from deltasync.format.layout import Layout
 from deltasync.replica.events import Advance
 from deltasync.replica.follower import Follower
+from deltasync.replica.target import Damage
 from deltasync.store.memory import MemoryStore
 
 __all__ = ["quick"]
@@ -119,10 +120,11 @@ def test_an_observer_may_use_the_follower() -> None:
     feed = long_feed(2)
     target = target_for(feed)
     calls: list[int] = []
+    damages: list[Damage] = []
 
     def observe(advanced: Advance) -> None:
         calls.append(advanced.version)
-        assert replica.scrub() == []
+        damages.extend(replica.scrub())
         if advanced.version == 4:
             replica.close()
 
@@ -135,4 +137,30 @@ def test_an_observer_may_use_the_follower() -> None:
         wait_until(lambda version=version: target.version == version)  # type: ignore[misc]
     replica.close()
     assert calls[-1] == 4
+    assert damages == []
     assert target.holds(feed.states[4])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no dashboard"), SystemExit("no dashboard")])
+def test_an_observer_that_fails_changes_nothing(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """The version is live: it is no failure of the advance, and heartbeats go on."""
+    feed, calls = long_feed(3), []
+
+    def observe(advanced: Advance) -> None:
+        calls.append(advanced.version)
+        raise error
+
+    target = target_for(feed)
+    with follower(feed.store, target, observer=observe, beat_s=1000.0, replica="one") as replica:
+        moved = replica.advance(to=0)
+        assert moved is not None
+        assert moved.version == 0
+        assert [beat.version for beat in feed.log.heartbeats()] == [0]
+        replica.start()
+        wait_until(lambda: calls == [0, 2])
+        wait_until(lambda: replica.status().is_following and replica.status().version == 2)
+        status = replica.status()
+        assert (status.error, status.counts.failures, status.counts.moves) == (None, 0, 2)
+    assert target.whole == [True, False]
+    assert target.holds(feed.states[2])
+    assert caplog.text.count("an observer failed: ") == 2

@@ -16,7 +16,8 @@ from deltasync.errors import StoreError
 from deltasync.feed.log import Log
 from deltasync.format import keys
 from deltasync.format.weights import Weights
-from deltasync.tracing import VersionTracer, trace_id
+from deltasync.observe import VersionTracer, trace_id
+from deltasync.replica.events import Advance, Seconds
 
 
 class Notes(SpanExporter):
@@ -81,7 +82,7 @@ def test_without_a_provider_nothing_is_read_or_recorded() -> None:
     def read() -> str:
         raise AssertionError("the feed's record must not be read")
 
-    VersionTracer(read).record("move", 1, [("fetch", 1.0)], end_unix_s=time.time(), attributes={})
+    VersionTracer(read).record("move", Advance(None, 1, (), 0, None, Seconds(fetch=1.0)), end_unix_s=time.time())
 
 
 def test_a_record_that_cannot_be_read_costs_the_trace_and_nothing_else(notes: Notes) -> None:

@@ -19,7 +19,7 @@ from deltasync.replica.events import Advance, Seconds
 from deltasync.replica.folder import FolderTarget
 from deltasync.replica.follower import Follower
 from deltasync.replica.hook import Hook
-from deltasync.replica.metrics import FollowerCollector, no_version
+from deltasync.replica.metrics import follower_metrics, no_version
 from deltasync.sglang import SglangTarget
 
 EXEC_TIMEOUT_S = 600.0
@@ -141,7 +141,7 @@ def _listening(args: argparse.Namespace, out: Output, follower: Follower, hook: 
         return reason
 
     details: Callable[[], dict[str, Any]] = dict if hook is None else lambda: {"exec": asdict(hook.status)}
-    collector = FollowerCollector(follower.status, read_hook)
+    collector = follower_metrics(follower.status, read_hook)
     return listening(args, out, follower.status, collector, why_not_ready=why_not_ready, details=details)
 
 

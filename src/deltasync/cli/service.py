@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from deltasync import metrics
+from deltasync import observe
 from deltasync.cli.output import Output, OutputError
 from deltasync.errors import InvalidInputError
-from deltasync.metrics import Collector
+from deltasync.observe import Collector
 from deltasync.replica.loop import Loop
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ def listening(
         return
     exposed = None
     if args.metrics or importlib.util.find_spec("prometheus_client") is not None:
-        exposed = metrics.exposition(collector)
+        exposed = observe.exposition(collector)
     token = os.environ.get("DELTASYNC_TOKEN") or None
-    with metrics.listening(
+    with observe.listening(
         status, *args.listen, token=token, metrics=exposed, why_not_ready=why_not_ready, details=details
     ) as url:
         text = json.dumps({"listening": url}) if out.is_json else f"listening on {url}"

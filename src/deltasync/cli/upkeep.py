@@ -23,7 +23,7 @@ from deltasync.format.sealed import Pin
 from deltasync.replica.loop import Loop
 from deltasync.store import opened
 from deltasync.upkeep.compact import LEVELS, Compactor
-from deltasync.upkeep.metrics import Role, UpkeepCollector
+from deltasync.upkeep.metrics import Role, upkeep_metrics
 from deltasync.upkeep.prune import Pruner, Pruning, Retention, plan_prune
 from deltasync.upkeep.prune import prune as delete
 from deltasync.upkeep.relay import Relay, Relayed
@@ -109,7 +109,7 @@ def _prune_and_follow(args: argparse.Namespace, out: Output, retention: Retentio
 def _upkeep_listening(
     args: argparse.Namespace, out: Output, role: Role, upkeep: Upkeep
 ) -> AbstractContextManager[None]:
-    collector = UpkeepCollector(role, {(): upkeep})
+    collector = upkeep_metrics(role, {(): upkeep})
     return listening(args, out, lambda: upkeep, collector, why_not_ready=upkeep.why_not_ready)
 
 
@@ -219,7 +219,8 @@ def _relays_listening(args: argparse.Namespace, out: Output, relays: Sequence[Re
         reasons = ((url, upkeep.why_not_ready()) for url, upkeep in upkeeps.items())
         return next((f"{url}: {reason}" for url, reason in reasons if reason is not None), None)
 
-    return listening(args, out, status, UpkeepCollector.of_relays(*relays), why_not_ready=why_not_ready)
+    collector = upkeep_metrics("relay", {(url,): upkeep for url, upkeep in upkeeps.items()})
+    return listening(args, out, status, collector, why_not_ready=why_not_ready)
 
 
 def _follow_relays(relays: Sequence[Relay], printer: "_RelayPrinter") -> None:

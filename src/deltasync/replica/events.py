@@ -4,18 +4,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from deltasync.format.manifest import Kind
+from deltasync.observe import shown, total
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
     """Time by phase. `fetch` is the time that decoding waited for; `pause` is how long `commit` held up serving."""
 
-    plan: float = 0.0
-    fetch: float = 0.0
-    decode: float = 0.0
-    stage: float = 0.0
-    commit: float = 0.0
-    pause: float = 0.0
+    plan: float = field(default=0.0, metadata=shown(is_phase=True))
+    fetch: float = field(default=0.0, metadata=shown(is_phase=True))
+    decode: float = field(default=0.0, metadata=shown(is_phase=True))
+    stage: float = field(default=0.0, metadata=shown(is_phase=True))
+    commit: float = field(default=0.0, metadata=shown(is_phase=True))
+    pause: float = field(default=0.0, metadata=shown(span="pause_s", tracker="pause_s"))
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
@@ -33,11 +34,11 @@ class Advance:
     if the mirror had the version already. `committed_unix_s` is when the version was committed, by the trainer's clock.
     """
 
-    from_version: int | None
+    from_version: int | None = field(metadata=shown(span="from_version"))
     version: int
-    edges: tuple[Kind, ...]
-    nbytes: int
-    changed: int | None
+    edges: tuple[Kind, ...] = field(metadata=shown(span="edges"))
+    nbytes: int = field(metadata=shown(span="fetched_bytes", tracker="bytes"))
+    changed: int | None = field(metadata=shown(span="changed"))
     seconds: Seconds
     committed_unix_s: int | None = None
 
@@ -58,26 +59,27 @@ Observer = Callable[[Advance], None]
 
 @dataclass(slots=True)
 class Counts:
-    """Counters since the follower was created.
+    """Counters since the follower was created."""
 
-    `moves`: advances of the target. `nbytes`: bytes fetched for them. `refetched`: payloads that arrived damaged and
-    were fetched again. `rerouted`: edges that could not be used. `rebuilt`: mirrors that had other bits than their
-    version. `scrubbed`: elements compared with the mirror; `damaged` of them differed, `repaired` were overwritten.
-    `failures`: advances that failed. `heartbeat_failures`: heartbeats that could not be written. `retries`: reads of
-    the store that were made again.
-    """
-
-    moves: int = 0
-    nbytes: int = 0
-    refetched: int = 0
-    rerouted: int = 0
-    rebuilt: int = 0
-    scrubbed: int = 0
-    damaged: int = 0
-    repaired: int = 0
-    failures: int = 0
-    heartbeat_failures: int = 0
-    retries: int = 0
+    moves: int = field(default=0, metadata=total("moves", "Times that the target became another version."))
+    nbytes: int = field(default=0, metadata=total("fetched_bytes", "Bytes of the payloads that were fetched."))
+    refetched: int = field(
+        default=0, metadata=total("refetched", "Payloads that arrived damaged and were fetched again.")
+    )
+    rerouted: int = field(default=0, metadata=total("rerouted", "Edges that could not be used."))
+    rebuilt: int = field(default=0, metadata=total("rebuilt", "Mirrors that had other bits than their version."))
+    scrubbed: int = field(
+        default=0, metadata=total("scrubbed_elements", "Elements that were compared with the mirror.")
+    )
+    damaged: int = field(default=0, metadata=total("damaged_elements", "Elements that differed from the mirror."))
+    repaired: int = field(
+        default=0, metadata=total("repaired_elements", "Elements that differed and were overwritten.")
+    )
+    failures: int = field(default=0, metadata=total("failures", "Moves that failed."))
+    heartbeat_failures: int = field(
+        default=0, metadata=total("heartbeat_failures", "Heartbeats that could not be written.")
+    )
+    retries: int = field(default=0, metadata=total("retries", "Reads of the store that were made again."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +97,13 @@ class Status:
     """
 
     replica: str
-    version: int | None
-    head: int | None
-    lag: int | None
+    version: int | None = field(metadata=shown("version", "The version that is live."))
+    head: int | None = field(metadata=shown("head", "The newest version of the feed that was seen."))
+    lag: int | None = field(metadata=shown("lag", "Versions between the two."))
     mirror: int | None
     pinned: int | None
     is_paused: bool
-    is_following: bool
+    is_following: bool = field(metadata=shown("following", "1 while the feed is followed."))
     last: Advance | None
     error: str | None
     counts: Counts = field(default_factory=Counts)
@@ -109,7 +111,14 @@ class Status:
     proved_unix_s: int | None = None
     scrubbed_unix_s: int | None = None
     unseen_elements: int = 0
-    stale_s: float | None = None
+    stale_s: float | None = field(
+        default=None,
+        metadata=shown("stale_seconds", "Seconds since the live version was found to be the newest."),
+    )
     heartbeat_problem: str | None = None
-    polled_s: float | None = None
-    seconds: Seconds = field(default_factory=Seconds)
+    polled_s: float | None = field(
+        default=None, metadata=shown("poll_age_seconds", "Seconds since the store last answered a poll.")
+    )
+    seconds: Seconds = field(
+        default_factory=Seconds, metadata=total("move_seconds", "Time of all moves, by phase.", label="phase")
+    )

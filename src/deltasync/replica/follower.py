@@ -37,7 +37,8 @@ class Follower(ProcessBound):
     `mirror`: keep the mirror in a mapped file, from which a later process resumes; by default it is in memory.
     `base`: a local copy of the checkpoint that the feed started with, if the one that the feed names is not available.
     `replica`: the id in heartbeats; random by default.
-    `observer`: called with every advance, in the thread that made it, before the next one can start.
+    `observer`: called with every advance, in the thread that made it, before the next one can start. It may call the
+    follower. What it raises is logged, and changes nothing.
     `trust_code`: let the target write files of the feed that can run code when a folder is loaded.
     `beat_s`: seconds between heartbeats; None writes none.
     `scrub_s`: while following, compare all weights of the target with the mirror about once in this many seconds, and

@@ -4,16 +4,15 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 
 from deltasync.errors import NotFoundError
 from deltasync.feed.log import Head, Log
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest
+from deltasync.observe import VersionTracer, tell
 from deltasync.replica.events import Advance, Counts, Observer, Seconds
 from deltasync.replica.loop import Heartbeats, Loop
 from deltasync.replica.target import Target
-from deltasync.tracing import VersionTracer
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +117,9 @@ class Live:
         self.counts.moves += 1
         self.counts.nbytes += advanced.nbytes
         logger.info("%s", advanced)
-        self._trace(advanced)
         self.serve(advanced.version)
-        if self._observer is not None:
-            self._observer(advanced)
+        self._tracer.record("move", advanced, end_unix_s=time.time(), replica=self._replica)
+        tell(self._observer, advanced)
         self.beat()
 
     def serve(self, version: int | None) -> None:
@@ -164,20 +162,3 @@ class Live:
             facts |= last[0].seconds.facts()
             facts |= {"moved_version": str(last[0].version), "moved_unix_ms": str(last[1])}
         return facts
-
-    def _trace(self, advanced: Advance) -> None:
-        """Record the span of the version that went live."""
-        self._tracer.record(
-            "move",
-            advanced.version,
-            [(name, value) for name, value in asdict(advanced.seconds).items() if name != "pause"],
-            end_unix_s=time.time(),
-            attributes={
-                "replica": self._replica,
-                "from_version": advanced.from_version,
-                "edges": list(advanced.edges),
-                "fetched_bytes": advanced.nbytes,
-                "changed": advanced.changed,
-                "pause_s": advanced.seconds.pause,
-            },
-        )

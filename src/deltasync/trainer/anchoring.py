@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from deltasync.errors import InvalidInputError
 from deltasync.feed.plan import Plan
 from deltasync.format.manifest import Manifest
+from deltasync.observe import tell
 from deltasync.parallel import Pool
 from deltasync.past import Past
 from deltasync.state import State
-from deltasync.trainer.events import AnchorProgress, CommittedVersion, Observer, logging_observer_error
+from deltasync.trainer.events import AnchorProgress, CommittedVersion, Observer
 from deltasync.trainer.versions import VersionWriter
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,5 @@ class Anchors:
         if error is not None:
             # The feed is complete without it.
             logger.error("the anchor was not written, the next version gets one: %s", error)
-        elif self._observer is not None:
-            with logging_observer_error():
-                self._observer(done.result().event())
+        else:
+            tell(self._observer, done.result().event())

@@ -8,9 +8,10 @@ from contextlib import suppress
 
 from deltasync.errors import DeltasyncError
 from deltasync.format.manifest import Manifest
+from deltasync.observe import tell
 from deltasync.parallel import Pool
 from deltasync.store.protocol import Store
-from deltasync.trainer.events import Observer, report_upkeep
+from deltasync.trainer.events import Observer
 from deltasync.upkeep.compact import Compactor
 from deltasync.upkeep.prune import Pruner, Retention
 
@@ -26,7 +27,7 @@ class BackgroundPruner:
     def __init__(self, store: Store, retention: Retention, *, observer: Observer | None = None) -> None:
         self._url = store.url
         self._pruner = Pruner(store, retention)
-        report_upkeep(observer, "pruner", self._pruner.upkeep)
+        tell(observer, "pruner", self._pruner.upkeep, method="maintains")
         self._every_s = retention.every_s
         self._stop = threading.Event()
         self._pool = Pool(1, "deltasync-prune")
@@ -73,7 +74,7 @@ class Skips:
     ) -> None:
         self._stop = threading.Event()
         self._compactor = Compactor(store, levels=levels, retry_s=retry_s, stop=self._stop)
-        report_upkeep(observer, "compactor", self._compactor.upkeep)
+        tell(observer, "compactor", self._compactor.upkeep, method="maintains")
         self._lowest = levels[0]
         self._pool = Pool(1, "deltasync-skips")
         self._lock = threading.Lock()

@@ -3,13 +3,12 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from deltasync.errors import StoreError
 from deltasync.format.manifest import Kind, Manifest, Timeline
-from deltasync.upkeep.stats import Upkeep
+from deltasync.observe import shown
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +25,18 @@ class PublishEvent:
     publications that this one carries. `timeline` is that of the manifest, with the time of the capture.
     """
 
-    kind: Kind
-    version: int
-    step: int | None
-    elements: int
-    changed: int | None
-    payload_bytes: int
-    held_s: float
-    encode_s: float
-    put_s: float
-    commit_s: float
-    coalesced: int
-    retries: int
+    kind: Kind = field(metadata=shown(span="kind"))
+    version: int = field(metadata=shown("version", "The version that was committed last."))
+    step: int | None = field(metadata=shown("step", "The trainer's step of that version.", span="step"))
+    elements: int = field(metadata=shown("elements", "Elements of all weights."))
+    changed: int | None = field(metadata=shown(span="changed"))
+    payload_bytes: int = field(metadata=shown(span="payload_bytes", tracker="bytes"))
+    held_s: float = field(metadata=shown(span="held_s", tracker="held_s"))
+    encode_s: float = field(metadata=shown(is_phase=True))
+    put_s: float = field(metadata=shown(is_phase=True))
+    commit_s: float = field(metadata=shown(is_phase=True))
+    coalesced: int = field(metadata=shown(span="coalesced"))
+    retries: int = field(metadata=shown(span="retries", tracker="retries"))
     timeline: Timeline | None = None
 
     def __str__(self) -> str:
@@ -60,29 +59,6 @@ Observer = Callable[[PublishEvent], None]
 If it has a method `maintains`, that is called with the role (pruner, compactor) and the `Upkeep` of each process of the
 feed's maintenance that the publisher runs by itself.
 """
-
-
-def report_failure(observer: Observer | None, error: BaseException) -> None:
-    """Call `failed` of an observer that has it."""
-    failed = getattr(observer, "failed", None)
-    if callable(failed):
-        failed(error)
-
-
-def report_upkeep(observer: Observer | None, role: str, upkeep: Upkeep) -> None:
-    """Call `maintains` of an observer that has it."""
-    maintains = getattr(observer, "maintains", None)
-    if callable(maintains):
-        maintains(role, upkeep)
-
-
-@contextmanager
-def logging_observer_error() -> Iterator[None]:
-    """Log the error of an observer that is called in the block. The version is committed all the same."""
-    try:
-        yield
-    except BaseException as error:
-        logger.error("an observer of publications failed: %r", error, exc_info=error)
 
 
 class AnchorProgress:

@@ -4,19 +4,45 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from deltasync.errors import InvalidInputError
-from deltasync.metrics import Samples, counter, gauge, registered, require_client
+from deltasync.observe import Collector, Family, families, phases_of, registered, require_client, total
 from deltasync.trainer.events import PublishEvent
-from deltasync.upkeep.metrics import Role, UpkeepCollector
+from deltasync.upkeep.metrics import Role, upkeep_metrics
 from deltasync.upkeep.stats import Upkeep
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-_PHASES = ("held", "encode", "put", "commit")
+
+def _no_seconds() -> dict[str, float]:
+    return dict.fromkeys(("held", "encode", "put", "commit"), 0.0)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What all events of a publisher add up to."""
+
+    versions: Counter[str] = field(
+        default_factory=Counter,
+        metadata=total("versions", "Versions and anchors that were committed, by kind.", label="kind"),
+    )
+    payload_bytes: Counter[str] = field(
+        default_factory=Counter, metadata=total("payload_bytes", "Bytes of their payloads, by kind.", label="kind")
+    )
+    seconds: dict[str, float] = field(
+        default_factory=_no_seconds,
+        metadata=total("phase_seconds", "Time of all versions; training waits for the phase held.", label="phase"),
+    )
+    changed: int = field(default=0, metadata=total("changed_elements", "Elements that changed, in all versions."))
+    coalesced: int = field(default=0, metadata=total("coalesced", "Publications that became part of a later version."))
+    retries: int = field(default=0, metadata=total("retries", "Requests to the store that were made again."))
+    failures: int = field(
+        default=0, metadata=total("failures", "Publications that failed; the next one carries their changes.")
+    )
 
 
 class PublisherMetrics:
@@ -37,12 +63,9 @@ class PublisherMetrics:
         require_client()
         self._then = then
         self._lock = threading.Lock()
-        self._head: PublishEvent | None = None
+        self._newest: PublishEvent | None = None
         self._committed_unix_s: float | None = None
-        self._counts: Counter[str] = Counter()
-        self._versions: Counter[str] = Counter()
-        self._payload_bytes: Counter[str] = Counter()
-        self._seconds: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
+        self._totals = _Totals()
         self._upkeeps: dict[Role, Upkeep] = {}
         try:
             self._unregister = registered(self, registry)
@@ -54,23 +77,24 @@ class PublisherMetrics:
     def __call__(self, event: PublishEvent) -> None:
         """Count a committed version or anchor."""
         with self._lock:
-            self._versions[event.kind] += 1
-            self._payload_bytes[event.kind] += event.payload_bytes
-            self._counts["coalesced"] += event.coalesced
-            self._counts["retries"] += event.retries
-            self._counts["changed_elements"] += event.changed or 0
-            for phase in _PHASES:
-                self._seconds[phase] += getattr(event, f"{phase}_s")
+            totals = self._totals
+            totals.versions[event.kind] += 1
+            totals.payload_bytes[event.kind] += event.payload_bytes
+            totals.changed += event.changed or 0
+            totals.coalesced += event.coalesced
+            totals.retries += event.retries
+            for phase, value_s in _seconds_of(event).items():
+                totals.seconds[phase] += value_s
             # An anchor may be added to a version that is no longer the newest.
-            if self._head is None or event.version >= self._head.version:
-                self._head, self._committed_unix_s = event, time.time()
+            if self._newest is None or event.version >= self._newest.version:
+                self._newest, self._committed_unix_s = event, time.time()
         if self._then is not None:
             self._then(event)
 
     def failed(self, error: BaseException) -> None:
         """Count a publication that failed."""
         with self._lock:
-            self._counts["failures"] += 1
+            self._totals.failures += 1
 
     def maintains(self, role: Role, upkeep: Upkeep) -> None:
         """Add the metrics of the publisher's retention, or of the skips that it writes."""
@@ -87,31 +111,27 @@ class PublisherMetrics:
     def collect(self) -> "Iterator[Metric]":
         """The metrics now: called by the registry at each scrape."""
         with self._lock:
-            head, committed_unix_s, counts = self._head, self._committed_unix_s, self._counts.copy()
-            versions, payload_bytes, seconds = self._versions.copy(), self._payload_bytes.copy(), dict(self._seconds)
-        for name, description, value in (
-            ("version", "The version that was committed last.", None if head is None else head.version),
-            ("step", "The trainer's step of that version.", None if head is None else head.step),
-            ("elements", "Elements of all weights.", None if head is None else head.elements),
-            ("last_commit_timestamp_seconds", "When the last version was committed.", committed_unix_s),
-        ):
-            yield gauge(f"publisher_{name}", description, value)
-        last: Samples = {(phase,): getattr(head, f"{phase}_s") for phase in (() if head is None else _PHASES)}
-        yield gauge("publisher_last_version_seconds", "Time of the last version, by phase.", last, ("phase",))
-        labelled: tuple[tuple[str, str, str, dict[str, float]], ...] = (
-            ("versions", "Versions and anchors that were committed, by kind.", "kind", dict(versions)),
-            ("payload_bytes", "Bytes of their payloads, by kind.", "kind", dict(payload_bytes)),
-            ("phase_seconds", "Time of all versions; training waits for the phase held.", "phase", seconds),
-        )
-        for name, description, label, values in labelled:
-            samples: Samples = {(key,): total for key, total in values.items()}
-            yield counter(f"publisher_{name}", description, samples, (label,))
-        for name, description in (
-            ("changed_elements", "Elements that changed, in all versions."),
-            ("coalesced", "Publications that became part of a later version."),
-            ("retries", "Requests to the store that were made again."),
-            ("failures", "Publications that failed; the next one carries their changes."),
-        ):
-            yield counter(f"publisher_{name}", description, counts[name])
+            own = list(Collector(_FAMILIES, lambda: {(): self}).collect())
+        yield from own
         for role, upkeep in list(self._upkeeps.items()):
-            yield from UpkeepCollector(role, {(): upkeep}).collect()
+            yield from upkeep_metrics(role, {(): upkeep}).collect()
+
+
+def _seconds_of(event: PublishEvent) -> dict[str, float]:
+    return {"held": event.held_s, **phases_of(event)}
+
+
+def _last_seconds(metrics: PublisherMetrics) -> dict[str, float]:
+    return {} if metrics._newest is None else _seconds_of(metrics._newest)
+
+
+_FAMILIES = (
+    *families(PublishEvent, "publisher_", within="_newest"),
+    *families(_Totals, "publisher_", within="_totals"),
+    Family(
+        "publisher_last_commit_timestamp_seconds",
+        "When the last version was committed.",
+        lambda metrics: metrics._committed_unix_s,
+    ),
+    Family("publisher_last_version_seconds", "Time of the last version, by phase.", _last_seconds, label="phase"),
+)

@@ -16,9 +16,9 @@ from deltasync.errors import ConflictError, InvalidInputError, StoreError
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
 from deltasync.format.weights import Changes
+from deltasync.observe import VersionTracer, tell
 from deltasync.parallel import Pool
 from deltasync.state import State
-from deltasync.tracing import VersionTracer
 from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.background import Skips
 from deltasync.trainer.capture import rebase
@@ -29,8 +29,6 @@ from deltasync.trainer.events import (
     Observer,
     Publication,
     PublishEvent,
-    logging_observer_error,
-    report_failure,
 )
 from deltasync.trainer.versions import EncodedChanges, Metadata, VersionWriter
 
@@ -288,31 +286,10 @@ class Pipeline:
                     publication.fail(self._stopped)
             self._idle.notify_all()
         if error is not None:
-            with logging_observer_error():
-                report_failure(self._observer, error)
+            tell(self._observer, error, method="failed")
         for event in events if error is not None else (*events, done.result()[1]):
             logger.info("%s", event)
-            with logging_observer_error():
-                self._trace(event, job)
-            if self._observer is not None:
-                with logging_observer_error():
-                    self._observer(event)
-
-    def _trace(self, event: PublishEvent, job: _Job) -> None:
-        """Record the span of a version. What was held in the trainer's thread ended before the other phases began."""
-        self._tracer.record(
-            "publish",
-            event.version,
-            [(phase, getattr(event, f"{phase}_s")) for phase in ("encode", "put", "commit")],
-            began_unix_s=job.captured.unix_s,
-            end_unix_s=job.committed_unix_s,
-            attributes={
-                "kind": event.kind,
-                "step": event.step,
-                "changed": event.changed,
-                "payload_bytes": event.payload_bytes,
-                "held_s": event.held_s,
-                "coalesced": event.coalesced,
-                "retries": event.retries,
-            },
-        )
+            # What was held in the trainer's thread ended before the other phases began.
+            began_unix_s, end_unix_s = job.captured.unix_s, job.committed_unix_s
+            self._tracer.record("publish", event, began_unix_s=began_unix_s, end_unix_s=end_unix_s)
+            tell(self._observer, event)

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError
-from deltasync.metrics import registered
+from deltasync.observe import registered
 from deltasync.parallel import lower_priority
 from deltasync.replica.follower import Follower
-from deltasync.replica.metrics import FollowerCollector
+from deltasync.replica.metrics import follower_metrics
 from deltasync.replica.target import Target
 from deltasync.vllm.settings import SyncMode
 
@@ -53,7 +53,7 @@ class Replica:
         """
         if self._has_metrics:
             try:
-                self._unregister_metrics = registered(FollowerCollector(self.follower.status))
+                self._unregister_metrics = registered(follower_metrics(self.follower.status))
             except ImportError:
                 logger.info("prometheus-client is not installed: the server has no metrics of deltasync")
         if self._way == "pull" or self._target.version is not None:

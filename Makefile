@@ -28,7 +28,7 @@ TEST_TMP = $(shell [ "$$(df -m --output=avail /dev/shm 2>/dev/null | tail -n 1)"
 # The demo needs less than the end-to-end tests do; where their packages are installed, nothing is left to install.
 DEMO_STAMP := $(if $(wildcard $(VENV)/e2e.stamp),$(VENV)/e2e.stamp,$(VENV)/demo.stamp)
 
-.PHONY: demo test test-shuffled test-e2e test-vllm-oldest soak simulate zoo mutants lint install bench bench-codec bench-peers bench-store bench-publish bench-late bench-replica bench-trl bench-wan bench-refusals bench-scale bench-page fuzz format clean
+.PHONY: demo test test-shuffled test-e2e test-vllm-oldest soak simulate zoo mutants lint house install bench bench-codec bench-peers bench-store bench-publish bench-late bench-replica bench-trl bench-wan bench-refusals bench-scale bench-page fuzz format clean
 
 # Everything that a run writes goes to deltasync-demo/TIME. More options: make demo DEMO="--steps 20"
 demo: $(DEMO_STAMP)
@@ -76,6 +76,10 @@ lint: install
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/zizmor --quiet --offline --persona pedantic .github
 	$(BIN)/clang-format --dry-run -Werror native/*.cpp native/*.hpp tests/fuzz/*.cpp tests/fuzz/*.hpp
+
+# Figures of the code, with their limits. HOUSE=--limits fails above one.
+house: install
+	$(BIN)/python -m benchmarks.house $(HOUSE)
 
 format: install
 	$(BIN)/ruff check --fix .

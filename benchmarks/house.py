@@ -11,6 +11,7 @@ import argparse
 import ast
 import asyncio
 import json
+import logging
 import sys
 import tempfile
 import threading
@@ -193,8 +194,8 @@ def measure_paths() -> dict[str, Any]:
     with (
         trace.installed(),
         tempfile.TemporaryDirectory() as place,
-        deltasync.open_store("memory://house") as store,
-        deltasync.open_store("memory://house-copy") as copy,
+        deltasync.open_store(f"{place}/feed") as store,
+        deltasync.open_store(f"{place}/copy") as copy,
         Publisher(store) as publisher,
         Follower(store, ModuleTarget(served)) as follower,
         Follower(store, FolderTarget(f"{place}/live"), mirror=f"{place}/mirror.safetensors") as keeper,
@@ -235,7 +236,7 @@ def crossed_by_vllm() -> set[str]:
         trace.installed(),
         running_loop() as loop,
         tempfile.TemporaryDirectory() as place,
-        deltasync.open_store("memory://house-vllm") as store,
+        deltasync.open_store(f"{place}/feed") as store,
         Publisher(store) as publisher,
     ):
         folder, engine = Path(place), _Engine(client, loop, pause="keep", labels=Labels())
@@ -313,6 +314,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--limits", action="store_true", help="exit with 1 if a figure is above its limit")
     options = parser.parse_args()
+    # A model without a configuration, as here, is published and followed with warnings.
+    logging.disable(logging.WARNING)
     found = measure()
     if options.json:
         print(json.dumps(found, indent=2))

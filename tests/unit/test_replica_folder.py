@@ -401,6 +401,17 @@ def test_one_process_for_each_folder(tmp_path: Path) -> None:
     follower(feed.store, second).advance()
 
 
+def test_a_follower_that_is_closed_lets_go_of_its_target(tmp_path: Path) -> None:
+    feed, target = Feed.of(2), FolderTarget(tmp_path / "model")
+    for version, taker in ((0, target), (1, FolderTarget(tmp_path / "model"))):
+        with follower(feed.store, taker) as replica:
+            replica.advance(to=version)
+    assert holds(tmp_path / "model", feed.states[1])
+    with follower(feed.store, target) as replica:
+        replica.advance(to=0)
+    assert holds(tmp_path / "model", feed.states[0]), "the same one can be used again"
+
+
 def test_damaged_files_do_not_stop_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Those of the version before are used, with a warning."""
     feed, path = feed_with_files(3), tmp_path / "model"

@@ -185,6 +185,31 @@ def test_pin_pause_resume() -> None:
     assert target.holds(feed.states[4])
 
 
+def test_a_follower_looks_at_its_target_even_while_it_is_paused() -> None:
+    """An engine may lose its version by itself. Heartbeats say so, and it gets the version again."""
+
+    class Forgetful(TorchTarget):
+        is_lost = False
+
+        def look(self) -> None:
+            if self.is_lost:
+                self.version, self.is_lost = None, False
+
+    feed, moves = long_feed(1), Moves()
+    target = Forgetful(feed.states[0].layout)
+    replica = follower(feed.store, target, observer=moves, beat_s=0.0, replica="one")
+    with following(replica) as raised:
+        moves.await_version(0)
+        replica.pause()
+        target.is_lost = True
+        wait_until(lambda: [beat.version for beat in feed.log.heartbeats()] == [None])
+        assert target.whole == [True]
+        replica.resume()
+        wait_until(lambda: target.whole == [True, True])
+    assert not raised
+    assert target.version == 0
+
+
 def test_follow_goes_on_after_a_target_that_failed(caplog: pytest.LogCaptureFixture) -> None:
     feed, moves = long_feed(2), Moves()
     target = target_for(feed)

@@ -362,7 +362,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/survey.py",
         old="    settled_unix_s = max(newest.modified_unix_s, young_unix_s)\n",
         new="    settled_unix_s = 0.0\n",
-        killers=("tests/unit/test_feed_prune.py::test_old_versions_that_are_not_read_make_no_difference",),
+        killers=("tests/unit/test_feed_prune.py::test_what_an_interrupted_prune_has_left_is_no_orphan",),
     ),
     Mutant(
         name="prune-leaves-out-a-base",

@@ -555,6 +555,21 @@ def test_old_versions_that_are_not_read_make_no_difference(
         assert some.versions == whole.versions
 
 
+def test_what_an_interrupted_prune_has_left_is_no_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A payload of an old version is deleted as such, also if nothing around it makes the version look stored."""
+    store = long_feed(100)
+    key = keys.payload_key(paper("delta", 3, 10).refs[0].sha256)
+    left = store.get(key)
+    retention = Retention(anchors=2, versions=5)
+    prune(store, plan_prune(store, retention, clock=later), clock=later)
+    committed(store, *(paper("delta", version, 10) for version in range(100, 121)))
+    store.put(key, left)
+    store.age(key, NOW_UNIX_S)
+    some, whole, _ = both_ways(store, retention, monkeypatch, clock=later)
+    assert whole.orphans == 0
+    assert some == whole
+
+
 def test_a_payload_in_progress_does_not_make_old_versions_read(monkeypatch: pytest.MonkeyPatch) -> None:
     store = long_feed(100)
     retention = Retention(anchors=1, versions=5)

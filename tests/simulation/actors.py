@@ -19,8 +19,8 @@ from deltasync.format.weights import Weights
 from deltasync.replica.follower import Follower
 from deltasync.replica.target import Damage, Staged
 from deltasync.state import load
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.trainer.schedule import AnchorPolicy
 from deltasync.upkeep import compact
 from deltasync.upkeep.prune import Retention, plan_prune, prune
 from deltasync.upkeep.verify import verify

@@ -6,7 +6,7 @@ Everything but the connection between the ranks, and what needs torch, is the co
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +18,11 @@ from deltasync.files import make_folder
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Bits, Weights, zeros
 from deltasync.state import State
-from deltasync.trainer.anchoring import AnchorBacklog, AnchorPolicy, Anchors
+from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.capture import capture, copy_into, lock_shadow, shadow_weights
 from deltasync.trainer.group import Group, Message, resume
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
+from deltasync.trainer.schedule import AnchorBacklog, AnchorPolicy, AnchorSchedule
 from deltasync.trainer.shards import Box, Shards, ShardWeights, chunk
 from deltasync.trainer.versions import Metadata, VersionWriter
 
@@ -222,9 +223,10 @@ class ShardedTrainer(Actor):
         shadow = State(mine, state.head)
         if state.head is not None:
             resume(ranks, store, state.head, mine, shards, folder=self._folder)
-        versions = VersionWriter(upload=upload, layout=LAYOUT, shards=shards, group=ranks)
         policy = AnchorPolicy(bytes_ratio=None, versions=config.anchor_versions)
-        anchors = Anchors(replace(versions.beside(), group=anchor_ranks), shadow, policy, backlog=state.backlog)
+        schedule = AnchorSchedule(policy, state.backlog)
+        versions = VersionWriter(upload=upload, layout=LAYOUT, shards=shards, group=ranks, schedule=schedule)
+        anchors = Anchors(versions.beside(anchor_ranks), shadow)
         held.callback(upload.close)
         return Pipeline(versions, shadow, anchors), ranks, shards
 

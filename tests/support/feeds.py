@@ -28,9 +28,9 @@ from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store, WrapperStore
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, never
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.trainer.schedule import AnchorPolicy
 from deltasync.trainer.versions import AnchorPayloads
 from deltasync.upkeep.verify import verify
 

@@ -20,8 +20,8 @@ from deltasync.store.memory import MemoryStore
 from deltasync.store.patient import PatientStore
 from deltasync.store.protocol import Data
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at, at_random, never
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.capture import capture
+from deltasync.trainer.schedule import AnchorPolicy
 from deltasync.trainer.versions import VersionWriter
 
 pytestmark = pytest.mark.usefixtures("no_pauses")

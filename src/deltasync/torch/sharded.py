@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from deltasync.store import Feed
 from deltasync.torch.publisher import TorchPublisher
 from deltasync.torch.ranks import TorchRanks, owned
 from deltasync.torch.tensors import TorchState, TorchWeights, layout_of, named_tensors, unwrapped
-from deltasync.trainer.anchoring import AnchorBacklog, Anchors
+from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.background import BackgroundPruner
 from deltasync.trainer.capture import capture, copy_into, lock_shadow, require_same, shadow_weights
 from deltasync.trainer.events import Publication
@@ -30,6 +30,7 @@ from deltasync.trainer.exit import finish_at_exit
 from deltasync.trainer.group import Group, resume
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
 from deltasync.trainer.publisher import PublisherOptions, require_layout
+from deltasync.trainer.schedule import AnchorBacklog, AnchorSchedule
 from deltasync.trainer.shards import Box, Shards, ShardWeights
 from deltasync.trainer.versions import Metadata, VersionWriter
 
@@ -103,7 +104,7 @@ class ShardedPublisher(TorchPublisher):
         pipeline.wait_idle()
         pipeline.require_running()
         if anchor:
-            pipeline.anchors.request()
+            pipeline.versions.schedule.request()
         with pipeline.shadow.lock:
             try:
                 with opened.ranks.report_errors():
@@ -181,15 +182,10 @@ class ShardedPublisher(TorchPublisher):
         if state.head is not None:
             resume(ranks, self._store, state.head, mine, shards, folder=self._shadow_folder)
         options = self._options
-        versions = VersionWriter(upload=self._upload, layout=layout, shards=shards, group=ranks)
+        schedule = AnchorSchedule(options.anchors, state.backlog)
+        versions = VersionWriter(upload=self._upload, layout=layout, shards=shards, group=ranks, schedule=schedule)
         # Anchors have a group of their own: versions and anchors are agreed on in two threads.
-        anchors = Anchors(
-            replace(versions.beside(), group=anchor_ranks),
-            shadow,
-            options.anchors,
-            backlog=state.backlog,
-            observer=options.observer,
-        )
+        anchors = Anchors(versions.beside(anchor_ranks), shadow, observer=options.observer)
         pipeline = Pipeline(versions, shadow, anchors, files=state.files, observer=options.observer)
         self._resources.callback(pipeline.close)
         if options.retention is not None and ranks.rank == 0:

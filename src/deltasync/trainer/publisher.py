@@ -20,7 +20,7 @@ from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.weights import Bits, Changes, Readable, Weights
 from deltasync.state import State
 from deltasync.store.protocol import Store
-from deltasync.trainer.anchoring import AnchorBacklog, AnchorPolicy, Anchors
+from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.background import BackgroundPruner, Skips
 from deltasync.trainer.capture import (
     capture,
@@ -35,6 +35,7 @@ from deltasync.trainer.capture import (
 from deltasync.trainer.events import Observer, Publication
 from deltasync.trainer.exit import finish_at_exit
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
+from deltasync.trainer.schedule import AnchorBacklog, AnchorPolicy, AnchorSchedule
 from deltasync.trainer.versions import Metadata, VersionWriter
 from deltasync.upkeep.compact import require_levels
 from deltasync.upkeep.prune import Retention
@@ -242,7 +243,7 @@ class FeedPublisher:
             self.needs_files = False
         with pipeline.shadow.lock:
             if anchor:
-                pipeline.anchors.request()
+                pipeline.versions.schedule.request()
             if pipeline.is_filled:
                 captured = find(pipeline.shadow)
                 return pipeline.submit(captured, metadata, held_s=time.perf_counter() - started)
@@ -265,11 +266,12 @@ class FeedPublisher:
     def _start(self, weights: Weights, head: Manifest | None) -> Pipeline:
         options, shadow = self._options, State(weights, head)
         backlog = None if head is None else AnchorBacklog.of(plan(self._upload.log, head))
-        versions = VersionWriter(upload=self._upload, layout=weights.layout)
+        schedule = AnchorSchedule(options.anchors, backlog)
+        versions = VersionWriter(upload=self._upload, layout=weights.layout, schedule=schedule)
         pipeline = Pipeline(
             versions,
             shadow,
-            Anchors(versions.beside(), shadow, options.anchors, backlog=backlog, observer=options.observer),
+            Anchors(versions.beside(versions.group.fork()), shadow, observer=options.observer),
             skips=(
                 Skips(self._upload.store, options.skips, retry_s=options.retry_s, observer=options.observer)
                 if options.skips

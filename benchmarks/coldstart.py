@@ -40,6 +40,7 @@ from deltasync.state import State
 from deltasync.store.local import LocalStore
 from deltasync.trainer.capture import capture, copy_into
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.trainer.source import WeightsSource
 from deltasync.upkeep.restore import restore
 
 LIMIT = 1.5
@@ -76,7 +77,7 @@ def run(plan: Plan) -> Section:
 def _measure(weights: Weights, folder: Path, repeats: int) -> Section:
     store = LocalStore(folder / "feed")
     publisher = FeedPublisher(store, PublisherOptions())
-    publisher.publish(weights).wait()
+    publisher.publish(WeightsSource(weights)).wait()
     publisher.close()
     manifest = Log(store).require_head()
     objects = [keys.payload_key(ref.sha256) for ref in manifest.payloads]
@@ -207,7 +208,7 @@ def _cost(call: Callable[[], object]) -> Cost:
 
 def _resume(store: LocalStore, weights: Weights) -> None:
     publisher = FeedPublisher(store, PublisherOptions(must_exist=True))
-    publisher.open(weights.layout)
+    publisher.open(WeightsSource(weights))
     publisher.close()
 
 

@@ -23,8 +23,9 @@ from deltasync.feed.route import Route
 from deltasync.state import State
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store, WrapperStore
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.trainer.schedule import AnchorPolicy
+from deltasync.trainer.source import WeightsSource
 
 ROUND_TRIP_S = 0.02
 DENSITY = 0.01
@@ -137,14 +138,14 @@ def _works(states: States) -> Iterator[tuple[Work, LinkStore]]:
     store = LinkStore(MemoryStore())
     options = PublisherOptions(anchors=AnchorPolicy(bytes_ratio=None))
     with _closing(FeedPublisher(store, options)) as publisher:
-        publisher.publish(states.old).wait()
+        publisher.publish(WeightsSource(states.old)).wait()
         flip = [states.new, states.old]
-        first = publisher.publish(flip[0]).wait()
+        first = publisher.publish(WeightsSource(flip[0])).wait()
 
         def publish() -> float:
             """From the end of the capture to the commit."""
             flip.reverse()
-            publication = publisher.publish(flip[0])
+            publication = publisher.publish(WeightsSource(flip[0]))
             since = time.perf_counter()
             publication.wait()
             return store.created_s - since

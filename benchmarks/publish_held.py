@@ -19,9 +19,9 @@ from benchmarks.report import Row, say
 from benchmarks.sections import Section, Target, at_most
 from deltasync.store.local import LocalStore
 from deltasync.torch.publisher import Publisher
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.publisher import PublisherOptions
+from deltasync.trainer.schedule import AnchorPolicy
 
 HELD_LIMIT = 1.5
 PUBLISHED = torch.bfloat16

@@ -19,8 +19,8 @@ from benchmarks.report import Row, say
 from benchmarks.sections import Section, at_most
 from deltasync.store.local import LocalStore
 from deltasync.torch.publisher import Publisher
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.publisher import PublisherOptions
+from deltasync.trainer.schedule import AnchorPolicy
 
 SHARE_LIMIT = 0.10
 

@@ -25,6 +25,7 @@ from deltasync.trainer.capture import capture
 from deltasync.trainer.group import Group, Message
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.shards import Box, Shards, ShardWeights, chunk
+from deltasync.trainer.source import WeightsSource
 from deltasync.trainer.versions import EncodedChanges, Metadata, VersionWriter
 from deltasync.upkeep.verify import verify
 
@@ -106,7 +107,7 @@ def _publish_and_follow(
     states = make_states(shape, density)
     store = CountingStore()
     publisher = FeedPublisher(store, PublisherOptions(anchors=AnchorPolicy(bytes_ratio=None)))
-    publisher.publish(states.old).wait()
+    publisher.publish(WeightsSource(states.old)).wait()
     followers = [
         Follower(store, ModuleTarget(module_of(states.old)), beat_s=None, scrub_s=None) for _ in range(replicas)
     ]
@@ -121,7 +122,7 @@ def _publish_and_follow(
         for _ in range(versions):
             store.reset()
             cpu_s = time.process_time()
-            publisher.publish(flip[0]).wait()
+            publisher.publish(WeightsSource(flip[0])).wait()
             trainer_s += time.process_time() - cpu_s
             trainer += store.requests.total()
             put_bytes += store.put_bytes

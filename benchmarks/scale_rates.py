@@ -28,6 +28,7 @@ from deltasync.state import State
 from deltasync.store.memory import MemoryStore
 from deltasync.torch import ModuleTarget
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.trainer.source import WeightsSource
 from deltasync.trainer.versions import AnchorPayloads
 
 ROUND_TRIP_S = 0.1
@@ -71,7 +72,7 @@ class Pipeline:
         self._states = states
         self._module = module_of(states.old)
         self._publisher = FeedPublisher(store, PublisherOptions(anchors=AnchorPolicy(bytes_ratio=None)))
-        self._publisher.publish(states.old).wait()
+        self._publisher.publish(WeightsSource(states.old)).wait()
         self._follower = Follower(store, ModuleTarget(self._module), beat_s=None, scrub_s=None)
         self._follower.advance()
         self.move()
@@ -89,7 +90,7 @@ class Pipeline:
         weights = self._flip[0]
         self._flip.reverse()
         cpu_s, since = time.process_time(), time.perf_counter()
-        publication = self._publisher.publish(weights)
+        publication = self._publisher.publish(WeightsSource(weights))
         publication.wait()
         advance = self._follower.advance()
         total_s = time.perf_counter() - since

@@ -32,9 +32,9 @@ from deltasync.parallel import each
 from deltasync.replica.events import Advance
 from deltasync.store import open_store
 from deltasync.torch import ModuleTarget, Publisher
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import PublisherOptions
+from deltasync.trainer.schedule import AnchorPolicy
 from tests.support.servers import seaweed
 
 LIVE_WITHIN_S = 600.0

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from deltasync.replica.target import Damage, Gate, Staged, Target
     from deltasync.store import open_store
     from deltasync.store.protocol import Store
-    from deltasync.trainer.anchoring import AnchorPolicy
     from deltasync.trainer.checkpoint import publish
     from deltasync.trainer.events import Publication, PublishEvent
     from deltasync.trainer.metrics import PublisherMetrics
     from deltasync.trainer.publisher import PublisherOptions
+    from deltasync.trainer.schedule import AnchorPolicy
     from deltasync.upkeep.compact import compact
     from deltasync.upkeep.prune import Pruning, Retention, plan_prune, prune
     from deltasync.upkeep.relay import Relayed, relay
@@ -138,11 +138,11 @@ _MODULES = {
     "deltasync.replica.target": ("Damage", "Gate", "Staged", "Target"),
     "deltasync.store": ("open_store",),
     "deltasync.store.protocol": ("Store",),
-    "deltasync.trainer.anchoring": ("AnchorPolicy",),
     "deltasync.trainer.checkpoint": ("publish",),
     "deltasync.trainer.events": ("Publication", "PublishEvent"),
     "deltasync.trainer.metrics": ("PublisherMetrics",),
     "deltasync.trainer.publisher": ("PublisherOptions",),
+    "deltasync.trainer.schedule": ("AnchorPolicy",),
 }
 """The public names by the modules that define them."""
 

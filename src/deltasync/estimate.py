@@ -21,7 +21,7 @@ from deltasync.format.digest import StateDigest
 from deltasync.format.payload import PayloadHeader, payload_chunks
 from deltasync.parallel import Progress, counting, each
 from deltasync.replica.loop import poll_pause_s
-from deltasync.trainer.anchoring import AnchorPolicy
+from deltasync.trainer.schedule import AnchorPolicy
 from deltasync.trainer.versions import DELTA_BYTES_LEAST, DELTA_BYTES_MOST, DELTA_PAYLOADS
 
 STEP_VARIATION = 0.1

@@ -13,6 +13,7 @@ from support.feeds import nth
 from deltasync import AnchorPolicy, PublisherMetrics, PublisherOptions, Retention, open_store
 from deltasync.format.weights import Weights
 from deltasync.trainer.publisher import FeedPublisher
+from deltasync.trainer.source import WeightsSource
 
 RETENTION = Retention(anchors=2, versions=20, every_s=1.0)
 ANCHOR_EVERY = 12
@@ -29,7 +30,7 @@ def main(feed: str, pause_s: float, port: int) -> None:
     head = publisher.head
     step = 0 if head is None or head.step is None else head.step + 1
     while not stop.wait(pause_s):
-        publisher.publish(Weights.of(nth(step)), step=step).wait(300)
+        publisher.publish(WeightsSource(Weights.of(nth(step))), step=step).wait(300)
         step += 1
     publisher.close()
 

@@ -27,6 +27,7 @@ from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.weights import Weights
 from deltasync.store.protocol import Store
 from deltasync.trainer.publisher import FeedPublisher
+from deltasync.trainer.source import WeightsSource
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.long]
 
@@ -143,7 +144,7 @@ class Training:
         bits = self._weights.arrays[0].copy()
         bits[self._hot] ^= self._rng.integers(0, 2, HOT).astype(np.uint16)
         self._weights = Weights(self._weights.layout, (bits,))
-        return self.publisher.publish(self._weights).wait(LONG_S).version
+        return self.publisher.publish(WeightsSource(self._weights)).wait(LONG_S).version
 
 
 class Command:

@@ -26,7 +26,7 @@ from deltasync.errors import StoreError
 from deltasync.feed.log import Log
 from deltasync.format import keys
 from deltasync.store import open_store
-from deltasync.trainer.anchoring import AnchorPolicy
+from deltasync.trainer.schedule import AnchorPolicy
 from deltasync.upkeep.prune import Retention
 
 pytestmark = pytest.mark.e2e

@@ -21,8 +21,8 @@ from deltasync.store.protocol import Store
 from deltasync.testing.faulty import FaultyStore
 from deltasync.torch.publisher import Publisher
 from deltasync.torch.tensors import TorchWeights
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.publisher import PublisherOptions
+from deltasync.trainer.schedule import AnchorPolicy
 
 STEPS = 12
 

@@ -11,8 +11,8 @@ import torch._dynamo  # The first optimizer would import it, which takes seconds
 from torch import nn
 
 from deltasync.torch.publisher import Publisher
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.publisher import PublisherOptions
+from deltasync.trainer.schedule import AnchorPolicy
 
 CHECKPOINT_STEPS = 3
 

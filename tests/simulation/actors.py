@@ -19,8 +19,9 @@ from deltasync.format.weights import Weights
 from deltasync.replica.follower import Follower
 from deltasync.replica.target import Damage, Staged, Target
 from deltasync.state import load
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.trainer.schedule import AnchorPolicy
+from deltasync.trainer.source import StreamSource, WeightsSource
 from deltasync.upkeep import compact
 from deltasync.upkeep.prune import Retention, plan_prune, prune
 from deltasync.upkeep.verify import verify
@@ -160,10 +161,12 @@ class Trainer(Actor):
             step = world.referee.note_step(weights)
             try:
                 if self.chance.happens(0.1, f"{process.name} publishes tensor by tensor"):
-                    publication = publisher.publish_each(zip(LAYOUT.tensors, weights.arrays, strict=True), step=step)
+                    publication = publisher.publish(
+                        StreamSource(zip(LAYOUT.tensors, weights.arrays, strict=True)), step=step
+                    )
                 else:
                     is_anchor = self.chance.happens(0.1, f"{process.name} asks for an anchor")
-                    publication = publisher.publish(weights, step=step, anchor=is_anchor)
+                    publication = publisher.publish(WeightsSource(weights), step=step, anchor=is_anchor)
                 if is_last or self.chance.happens(0.5, f"{process.name} waits for its publication"):
                     publication.wait()
                     self.succeeded(process)

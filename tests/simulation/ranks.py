@@ -1,29 +1,23 @@
 """A sharded trainer: several processes with a shard of the weights each, which commit versions together.
 
-Everything but the connection between the ranks, and what needs torch, is the code of `ShardedPublisher`.
+Only the connection between the ranks is another one than that of `ShardedPublisher`.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltasync.errors import StoreError
-from deltasync.feed.plan import plan
-from deltasync.feed.upload import Upload
-from deltasync.files import make_folder
-from deltasync.format.manifest import Manifest
+from deltasync.format.layout import Layout
 from deltasync.format.weights import Bits, Weights, zeros
-from deltasync.state import State
-from deltasync.trainer.anchoring import AnchorBacklog, AnchorPolicy, Anchors
-from deltasync.trainer.capture import capture, copy_into, lock_shadow, shadow_weights
-from deltasync.trainer.group import Group, Message, resume
-from deltasync.trainer.pipeline import FirstVersion, Pipeline
-from deltasync.trainer.shards import Box, Shards, ShardWeights, chunk
-from deltasync.trainer.versions import Metadata, VersionWriter
+from deltasync.trainer.group import Group, Message
+from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.trainer.schedule import AnchorPolicy
+from deltasync.trainer.shards import Box, Shards, chunk
+from deltasync.trainer.source import WeightsSource
 
 from .actors import LAYOUT, Actor, Model
 from .scheduler import Death
@@ -50,9 +44,10 @@ class Post:
 class SimRanks(Group):
     """Ranks that exchange messages in virtual time."""
 
-    def __init__(self, post: Post, rank: int, size: int) -> None:
+    def __init__(self, post: Post, rank: int, size: int, *, anchors: Post | None = None) -> None:
         super().__init__(rank, size, timeout_s=TIMEOUT_S)
         self._post = post
+        self._anchors = anchors
 
     def share(self, bits: Bits) -> None:
         self.require_all()
@@ -65,7 +60,8 @@ class SimRanks(Group):
             bits[:] = shared
 
     def fork(self) -> Group:
-        raise NotImplementedError
+        assert self._anchors is not None
+        return SimRanks(self._anchors, self.rank, self.size)
 
     def close(self) -> None:
         """There is nothing to release."""
@@ -100,11 +96,19 @@ class _Step:
     """How long the trainer computes until the next step. No rank is slower than the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class _FeedState:
-    writer: str
-    head: Manifest | None
-    backlog: AnchorBacklog | None
+class _Shard(WeightsSource):
+    """The elements of one rank."""
+
+    def __init__(self, weights: Weights, shards: Shards) -> None:
+        super().__init__(_local(weights, shards))
+        self._shards = shards
+
+    @property
+    def layout(self) -> Layout | None:
+        return LAYOUT
+
+    def shards(self, layout: Layout) -> Shards:
+        return self._shards
 
 
 class _Job:
@@ -171,62 +175,29 @@ class ShardedTrainer(Actor):
         self.is_done = job.ended == self._ranks and not job.has_failed
 
     def _publish(self, job: _Job, rank: int, process: SimProcess, store: ProcessStore) -> None:
-        with ExitStack() as held:
-            pipeline, ranks, shards = self._open(job, rank, store, held)
-            number, is_last = 0, False
-            while not is_last:
-                step = self._step(job, number)
-                local = _local(step.weights, shards)
-                try:
-                    pipeline.wait_idle()
-                    pipeline.require_running()
-                    with pipeline.shadow.lock:
-                        with ranks.report_errors():
-                            if pipeline.is_filled:
-                                shadow = Weights(shards.local, pipeline.shadow.weights.arrays)
-                                captured = capture(shadow, local)
-                            else:
-                                copy_into(pipeline.shadow.weights, local)
-                        if pipeline.is_filled:
-                            publication = pipeline.submit(captured, Metadata(step=step.number), held_s=0.0)
-                        else:
-                            first = FirstVersion(base=None, metadata=Metadata(step=step.number))
-                            publication = pipeline.start(first, held_s=0.0)
-                    if step.is_last:
-                        publication.wait()
-                        is_last = True
-                        process.succeed()
-                except StoreError as error:
-                    self.world.referee.judge(process, error)
-                number += 1
-                self.world.scheduler.sleep(step.pause_s)
-            pipeline.close()
-
-    def _open(self, job: _Job, rank: int, store: ProcessStore, held: ExitStack) -> tuple[Pipeline, Group, Shards]:
         config = self.world.config
-        ranks, anchor_ranks = SimRanks(job.versions, rank, self._ranks), SimRanks(job.anchors, rank, self._ranks)
-        upload = Upload(store, retry_s=config.retry_s)
-        with ranks.report_errors():
-            shards = Shards(LAYOUT, [_box(spec.shape, rank, self._ranks) for spec in LAYOUT.tensors])
-            path = self._shadow_file(rank)
-            if path is not None:
-                make_folder(path.parent)
-            held.enter_context(lock_shadow(path))
-            room = shadow_weights(shards.local, path)
-        with ranks.decision("to this feed", None) as decision:
-            if decision.parts is not None:
-                decision.result = _open_feed(upload)
-        state: _FeedState = decision.result
-        upload.id = state.writer
-        mine = ShardWeights(shards.local, room.arrays, shards)
-        shadow = State(mine, state.head)
-        if state.head is not None:
-            resume(ranks, store, state.head, mine, shards, folder=self._folder)
-        versions = VersionWriter(upload=upload, layout=LAYOUT, shards=shards, group=ranks)
-        policy = AnchorPolicy(bytes_ratio=None, versions=config.anchor_versions)
-        anchors = Anchors(replace(versions.beside(), group=anchor_ranks), shadow, policy, backlog=state.backlog)
-        held.callback(upload.close)
-        return Pipeline(versions, shadow, anchors), ranks, shards
+        options = PublisherOptions(
+            anchors=AnchorPolicy(bytes_ratio=None, versions=config.anchor_versions),
+            shadow_path=self._folder,
+            retry_s=config.retry_s,
+        )
+        shards = Shards(LAYOUT, [_box(spec.shape, rank, self._ranks) for spec in LAYOUT.tensors])
+        group = SimRanks(job.versions, rank, self._ranks, anchors=job.anchors)
+        publisher = FeedPublisher(store, options, group)
+        number, is_last = 0, False
+        while not is_last:
+            step = self._step(job, number)
+            try:
+                publication = publisher.publish(_Shard(step.weights, shards), step=step.number)
+                if step.is_last:
+                    publication.wait()
+                    is_last = True
+                    process.succeed()
+            except StoreError as error:
+                self.world.referee.judge(process, error)
+            number += 1
+            self.world.scheduler.sleep(step.pause_s)
+        publisher.close()
 
     def _step(self, job: _Job, number: int) -> _Step:
         """The same weights for all ranks, whichever comes first."""
@@ -237,12 +208,8 @@ class ShardedTrainer(Actor):
         return job.steps[number]
 
     def _shadow_file(self, rank: int) -> Path | None:
-        return None if self._folder is None else self._folder / f"shadow-{rank}-of-{self._ranks}.safetensors"
-
-
-def _open_feed(upload: Upload) -> _FeedState:
-    head = upload.open()
-    return _FeedState(upload.id, head, None if head is None else AnchorBacklog.of(plan(upload.log, head)))
+        name = f"shadow-{rank:05d}-of-{self._ranks:05d}.safetensors"
+        return None if self._folder is None else self._folder / name
 
 
 def _box(shape: Sequence[int], rank: int, ranks: int) -> Box:

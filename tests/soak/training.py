@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from deltasync.checkpoint import companion_files, open_checkpoint
 from deltasync.format.weights import Weights
 from deltasync.torch.publisher import Publisher
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.publisher import PublisherOptions
+from deltasync.trainer.schedule import AnchorPolicy
 
 CHECKPOINT_STEPS = 3
 ANCHOR_VERSIONS = 15

@@ -28,9 +28,10 @@ from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store, WrapperStore
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, never
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.trainer.schedule import AnchorPolicy
+from deltasync.trainer.source import WeightsSource
 from deltasync.trainer.versions import AnchorPayloads
 from deltasync.upkeep.verify import verify
 
@@ -329,7 +330,7 @@ def publisher(store: Store, **options: Any) -> FeedPublisher:
 
 
 def publish(to: FeedPublisher, number: int, **options: Any) -> Any:
-    return to.publish(Weights.of(nth(number)), step=number, **options)
+    return to.publish(WeightsSource(Weights.of(nth(number))), step=number, **options)
 
 
 def begun(plan: Any = None, **options: Any) -> tuple[FaultyStore, FeedPublisher]:

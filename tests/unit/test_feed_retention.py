@@ -18,8 +18,8 @@ from deltasync.format import keys
 from deltasync.format.sealed import FeedRecord, Heartbeat
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.publisher import PublisherOptions
+from deltasync.trainer.schedule import AnchorPolicy
 from deltasync.upkeep.prune import ORPHAN_S, Pruner, Retention, plan_prune, prune
 from deltasync.upkeep.verify import verify
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support import LONG_S, join
-from support.feeds import NEVER, NOW_UNIX_S, put_anchor
+from support.feeds import NOW_UNIX_S, put_anchor
 from support.helpers import BF16, changed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -336,7 +336,7 @@ def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Pat
         plain = Weights(shards.local, mine.arrays)
         versions = VersionWriter(upload=upload, layout=wholes[0].layout, shards=shards, group=tables[0].seat(rank))
         advanced = threading.Event()
-        anchors = Anchors(replace(versions, group=tables[1].seat(rank, advanced)), shadow, NEVER)
+        anchors = Anchors(replace(versions, group=tables[1].seat(rank, advanced)), shadow)
         made = versions.anchor(mine, None, Metadata(step=0)).manifest
         shadow.apply([], made)
         for step, whole in enumerate(wholes[1:], 1):

@@ -14,8 +14,8 @@ from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.trainer import events
 from deltasync.trainer import versions as anchors
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.publisher import FeedPublisher
+from deltasync.trainer.schedule import AnchorPolicy
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 

@@ -21,6 +21,7 @@ from deltasync.format.weights import Weights
 from deltasync.store.local import LocalStore
 from deltasync.store.protocol import WrapperStore
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.trainer.source import WeightsSource
 
 class Slow(WrapperStore):
     '''Payloads take a while once the feed has begun, so that the script ends before they are put.'''
@@ -43,7 +44,7 @@ def publisher(store, **options):
     return FeedPublisher(store, PublisherOptions(**{{"anchors": NEVER, **options}}))
 
 def publish(to, step, **options):
-    return to.publish(Weights.of(nth(step)), step=step, **options)
+    return to.publish(WeightsSource(Weights.of(nth(step))), step=step, **options)
 
 store = Slow(LocalStore({feed!r}))
 to = publisher(store, exit_s={exit_s})

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,15 @@ from deltasync.feed.log import Log
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef
 from deltasync.format.weights import Weights
+from deltasync.state import State as HeldState
 from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.patient import PatientStore
 from deltasync.store.protocol import Data
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at, at_random, never
-from deltasync.trainer.anchoring import AnchorPolicy
 from deltasync.trainer.capture import capture
+from deltasync.trainer.schedule import AnchorPolicy
+from deltasync.trainer.source import WeightsSource
 from deltasync.trainer.versions import VersionWriter
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
@@ -29,6 +32,17 @@ pytestmark = pytest.mark.usefixtures("no_pauses")
 
 # Steps that come while step 1 is in flight. Number 0 takes all of it back, number 1 changes nothing.
 COMING = {"one": [2], "several": [2, 3, 4], "back again": [2, 0], "the same": [1], "away and the same": [3, 1]}
+
+
+class Found(WeightsSource):
+    """Weights whose changes `find` finds."""
+
+    def __init__(self, weights: State, find: Callable[[HeldState], Any]) -> None:
+        super().__init__(Weights.of(weights))
+        self._find = find
+
+    def changes(self, shadow: HeldState) -> Any:
+        return self._find(shadow)
 
 
 @pytest.mark.parametrize("coming", COMING.values(), ids=COMING.keys())
@@ -69,7 +83,7 @@ def test_with_wait_the_next_capture_comes_after_the_commit(wait: bool) -> None:
     if wait:
         # It is captured only once step 1 is committed, and nothing else opens the gate.
         threading.Timer(0.05, gate.open).start()
-    second = to.publish(Weights.of(nth(2)), step=2, find=find)
+    second = to.publish(Found(nth(2), find), step=2)
     to.close()
     assert seen == [1 if wait else 0]
     assert second.version == 2
@@ -232,7 +246,7 @@ def test_a_first_version_that_fails_and_recovers(kind: Any, has_base: bool, fail
     outage.is_over = True
     notes, store = Notes(), FaultyStore(MemoryStore(), outage)
     to = publisher(store, base=base, observer=notes)
-    to.open(Weights.of(nth(0)).layout)
+    to.open(WeightsSource(Weights.of(nth(0))))
     outage.is_over = False
     first = publish(to, 0)
     with pytest.raises(StoreError):
@@ -283,7 +297,7 @@ def test_a_capture_that_fails_changes_nothing() -> None:
         raise RuntimeError("the device is gone")
 
     with pytest.raises(RuntimeError, match="the device is gone"):
-        to.publish(Weights.of(nth(1)), step=1, find=find)
+        to.publish(Found(nth(1), find), step=1)
     assert publish(to, 2).wait(LONG_S).version == 1
     to.close()
     require_steps(store, {0: 0, 1: 2})
@@ -515,7 +529,7 @@ def test_a_first_version_that_fails_at_first_keeps_the_time_of_its_capture(base:
     to = publisher(store, base=base)
     clock = Clock()
     to._upload.clock = clock
-    to.open(Weights.of(nth(0)).layout)
+    to.open(WeightsSource(Weights.of(nth(0))))
     store._plan = outage
     with pytest.raises(StoreError):
         publish(to, 0).wait(LONG_S)

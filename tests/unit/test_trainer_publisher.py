@@ -24,6 +24,7 @@ from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at
 from deltasync.trainer.publisher import PublisherOptions
+from deltasync.trainer.source import StreamSource, WeightsSource
 from deltasync.upkeep.restore import restore
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
@@ -118,7 +119,7 @@ def test_the_layout_is_all_that_is_read_for_tensors_that_come_one_by_one(tmp_pat
     path = tmp_path / "shadow"
     store = feed(4, shadow_path=path)
     to = publisher(store, shadow_path=path)
-    to.publish_each(tensors_of(nth(4)), step=4)
+    to.publish(StreamSource(tensors_of(nth(4))), step=4)
     to.close()
     assert {op.verb for op in payload_reads(store)} == {"get_range"}
     require_steps(store, dict(enumerate(range(5))))
@@ -315,8 +316,8 @@ def test_other_tensors_are_refused_by_name(other: State, named: str, is_resumed:
         to.close()
         to = publisher(store)
     for attempt in (
-        lambda: to.publish(Weights.of(other), step=1),
-        lambda: to.publish_each(tensors_of(other), step=1),
+        lambda: to.publish(WeightsSource(Weights.of(other)), step=1),
+        lambda: to.publish(StreamSource(tensors_of(other)), step=1),
     ):
         with pytest.raises(InvalidInputError) as caught:
             attempt()
@@ -333,7 +334,7 @@ def test_tensors_that_come_one_by_one(is_mapped: bool, tmp_path: Path) -> None:
     store = MemoryStore()
     to = publisher(store, wait=True, shadow_path=tmp_path / "shadow" if is_mapped else None)
     for step in range(4):
-        to.publish_each(tensors_of(nth(step)), step=step)
+        to.publish(StreamSource(tensors_of(nth(step))), step=step)
     to.close()
     require_steps(store, dict(enumerate(range(4))))
 
@@ -349,8 +350,8 @@ def test_a_source_that_fails_half_way_changes_nothing() -> None:
     to = publisher(store)
     for step, following in ((9, 0), (8, 1), (7, 2)):
         with pytest.raises(RuntimeError, match="the gather failed"):
-            to.publish_each(broken(step), step=step)
-        to.publish_each(tensors_of(nth(following)), step=following).wait(LONG_S)
+            to.publish(StreamSource(broken(step)), step=step)
+        to.publish(StreamSource(tensors_of(nth(following))), step=following).wait(LONG_S)
     to.close()
     require_steps(store, dict(enumerate(range(3))))
 
@@ -360,7 +361,7 @@ def test_a_manifest_carries_extra_metadata() -> None:
     to = publisher(store, wait=True)
     for step in range(3):
         publish(to, step, extra={"reward": f"0.{step}"} if step != 1 else None)
-    to.publish_each(tensors_of(nth(3)), step=3, extra={"note": "last"})
+    to.publish(StreamSource(tensors_of(nth(3))), step=3, extra={"note": "last"})
     to.close()
     manifests = require_steps(store, dict(enumerate(range(4))))
     assert [m.extra for m in manifests] == [{"reward": "0.0"}, {}, {"reward": "0.2"}, {"note": "last"}]

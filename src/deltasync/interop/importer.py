@@ -10,7 +10,7 @@ from deltasync import arguments
 from deltasync.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from deltasync.errors import InvalidInputError, MismatchError, NotFoundError
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Changes
+from deltasync.format.weights import Changes, Weights
 from deltasync.interop.folder import (
     DeltaFolder,
     decode_folder,
@@ -23,6 +23,7 @@ from deltasync.state import State
 from deltasync.store import Feed
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.trainer.source import Source
 from deltasync.trainer.watch import FolderPublisher, SettledFolders
 
 VERSION = "weight_version"
@@ -32,6 +33,19 @@ _INDEX = "weight_index_sha256"
 """The key with the SHA-256 of the folder's index, which distinguishes two runs."""
 
 _Path = str | os.PathLike[str]
+
+
+class FolderSource(Source):
+    """A folder of deltas, which is decoded and compared with its checksums."""
+
+    def __init__(self, folder: DeltaFolder) -> None:
+        self._folder = folder
+
+    def copy_into(self, weights: Weights) -> None:
+        raise InvalidInputError("the first version is not committed yet", hint="wait for it")
+
+    def changes(self, shadow: State) -> list[Changes]:
+        return decode_folder(self._folder, shadow.require_weights())
 
 
 class Importer(FolderPublisher):
@@ -144,11 +158,7 @@ class Importer(FolderPublisher):
                 key=str(path),
                 hint=f"put {folder_name(last + 1)} back, or pass --base CHECKPOINT --restart if training began again",
             )
-
-        def find(shadow: State) -> list[Changes]:
-            return decode_folder(folder, shadow.require_weights())
-
-        self._newest = publisher.publish_changes(find, step=version, extra=extra)
+        self._newest = publisher.publish(FolderSource(folder), step=version, extra=extra)
         return self._newest
 
     def _publish_checkpoint(

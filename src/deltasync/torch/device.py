@@ -14,8 +14,9 @@ from deltasync.format import limits
 from deltasync.format.layout import Layout
 from deltasync.format.weights import Bits, Changes, Runs, tensor_parts
 from deltasync.state import State
-from deltasync.torch.tensors import as_bits, dtype_of, layout_of
+from deltasync.torch.tensors import TorchWeights, as_bits, dtype_of, layout_of
 from deltasync.trainer.capture import require_same
+from deltasync.trainer.source import WeightsSource
 
 
 class DeviceCapture:
@@ -45,6 +46,29 @@ class DeviceCapture:
             # Packed as on the host. The wide positions of a run are freed before those of the next one are packed.
             found += [changes.packed() for changes in _changes(layout, *compared.pop(0))]
         return found
+
+
+class DeviceSource(WeightsSource):
+    """Tensors on one device, which are compared there."""
+
+    def __init__(self, capture: DeviceCapture, tensors: Mapping[str, torch.Tensor], cast: torch.dtype | None) -> None:
+        super().__init__(TorchWeights(tensors, cast=cast))
+        self._capture = capture
+        self._tensors = tensors
+        self._cast = cast
+
+    def changes(self, shadow: State) -> list[Changes]:
+        return self._capture.find(shadow, self._tensors, self._cast)
+
+
+def source_of(
+    tensors: Mapping[str, torch.Tensor], cast: torch.dtype | None, capture: DeviceCapture | None
+) -> WeightsSource:
+    """Tensors that are compared on their device, if there is a `capture` and they are all on one; else on the host."""
+    devices = {tensor.device for tensor in tensors.values()}
+    if capture is None or len(devices) != 1 or devices == {torch.device("cpu")}:
+        return WeightsSource(TorchWeights(tensors, cast=cast))
+    return DeviceSource(capture, tensors, cast)
 
 
 class _DeviceShadow:

@@ -17,11 +17,10 @@ from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Bits
 from deltasync.parallel import ProcessBound
 from deltasync.store import Feed, opened
-from deltasync.torch.device import DeviceCapture
+from deltasync.torch.device import DeviceCapture, source_of
 from deltasync.torch.tensors import (
     NamedTensors,
     TorchState,
-    TorchWeights,
     dtype_of,
     element_type,
     host_bits,
@@ -30,7 +29,9 @@ from deltasync.torch.tensors import (
     unwrapped,
 )
 from deltasync.trainer.events import Publication
+from deltasync.trainer.group import Group
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.trainer.source import Source, StreamSource
 
 
 class TorchPublisher(ProcessBound):
@@ -43,20 +44,35 @@ class TorchPublisher(ProcessBound):
         arguments.instance("options", options, PublisherOptions)
         self._resources = ExitStack()
         self._store = self._resources.enter_context(opened(feed))
+        self._feed: FeedPublisher | None = None
         self._dtype = dtype
         self._options = options
         self._on_device = DeviceCapture() if options.capture_on == "device" else None
+
+    @property
+    def head(self) -> Manifest | None:
+        """The version that was committed last, by this publisher or before it."""
+        return None if self._feed is None else self._feed.head
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything that was published is committed or has failed; False on timeout."""
+        self._require_here()
+        return self._feed is None or self._feed.wait(timeout_s)
+
+    def close(self) -> None:
+        """Finish what is in flight, anchors included, and release the feed. In a forked process this does nothing."""
+        if self._is_here():
+            self._resources.close()
+
+    def _connect(self, group: Group | None = None) -> FeedPublisher:
+        self._feed = self._resources.enter_context(closing(FeedPublisher(self._store, self._options, group)))
+        return self._feed
 
     def _files(self, weights: object) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """The files beside the weights: those that were asked for, and those that come with a model."""
         given = {**saved_files(self._options.processing_class), **self._options.files}
         module = unwrapped(weights) if isinstance(weights, torch.nn.Module) else None
         return given, {} if module is None or not is_pretrained(module) else model_files(module, dtype=self._dtype)
-
-    def close(self) -> None:
-        """Finish what is in flight, anchors included, and release the feed. In a forked process this does nothing."""
-        if self._is_here():
-            self._resources.close()
 
 
 class Publisher(TorchPublisher):
@@ -76,12 +92,7 @@ class Publisher(TorchPublisher):
         options: PublisherOptions = PublisherOptions(),
     ) -> None:
         super().__init__(feed, dtype=dtype, options=options)
-        self._feed = self._resources.enter_context(closing(FeedPublisher(self._store, options)))
-
-    @property
-    def head(self) -> Manifest | None:
-        """The version that was committed last, by this publisher or before it."""
-        return self._feed.head
+        self._publisher = self._connect()
 
     def publish(
         self,
@@ -99,39 +110,29 @@ class Publisher(TorchPublisher):
         InvalidInputError, naming the tensor, if the tensors are not those of the feed.
         """
         self._require_here()
-        if self._feed.needs_files:
-            self._feed.files, self._feed.default_files = self._files(weights)
+        feed = self._publisher
+        if feed.needs_files:
+            feed.files, feed.default_files = self._files(weights)
+        return feed.publish(self._source_of(weights), step=step, anchor=anchor, extra=extra)
+
+    def _source_of(self, weights: TorchState | NamedTensors) -> Source:
         if not isinstance(weights, torch.nn.Module | Mapping):
             if isinstance(weights, torch.Tensor | str | bytes) or not isinstance(weights, Iterable):
                 raise _not_weights(arguments.described(weights))
-            return self._feed.publish_each(self._bits_of(weights), step=step, anchor=anchor, extra=extra)
+            return StreamSource(self._bits_of(weights))
         tensors = named_tensors(weights)
-        devices = {tensor.device for tensor in tensors.values()}
-        source, on_device = TorchWeights(tensors, cast=self._dtype), self._on_device
-        if torch.device("meta") in devices:
-            empty = min(name for name, tensor in tensors.items() if tensor.is_meta)
+        empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+        if empty:
             raise InvalidInputError(
-                f"tensor {empty!r:.200} has no data: it is on the device meta", hint="load it first"
+                f"tensor {min(empty)!r:.200} has no data: it is on the device meta", hint="load it first"
             )
-        if on_device is None or devices <= {torch.device("cpu")}:
-            return self._feed.publish(source, step=step, anchor=anchor, extra=extra)
-        if len(devices) > 1:
+        devices = {tensor.device for tensor in tensors.values()}
+        if self._on_device is not None and len(devices) > 1:
             raise InvalidInputError(
                 f"the weights are on {', '.join(sorted(map(str, devices)))}, not on one device",
                 hint='use PublisherOptions(capture_on="host")',
             )
-        return self._feed.publish(
-            source,
-            step=step,
-            anchor=anchor,
-            extra=extra,
-            find=lambda shadow: on_device.find(shadow, tensors, self._dtype),
-        )
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything that was published is committed or has failed; False on timeout."""
-        self._require_here()
-        return self._feed.wait(timeout_s)
+        return source_of(tensors, self._dtype, self._on_device)
 
     def _bits_of(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[TensorSpec, Bits]]:
         for item in tensors:

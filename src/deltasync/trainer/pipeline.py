@@ -81,7 +81,7 @@ class Pipeline:
         self._newest: Publication | None = None
         self.shadow = shadow
         self.anchors = anchors
-        self.versions = replace(versions, is_anchor_due=anchors.is_due)
+        self.versions = versions
         self.files = files
         """The files that the next versions name."""
         self._observer = observer

@@ -3,8 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,35 +14,28 @@ from deltasync.errors import InvalidInputError
 from deltasync.feed.plan import plan
 from deltasync.feed.route import Route
 from deltasync.feed.upload import Upload
+from deltasync.files import make_folder
 from deltasync.format.companions import require_files
-from deltasync.format.layout import Layout, TensorSpec
-from deltasync.format.manifest import BaseRef, Manifest
-from deltasync.format.weights import Bits, Changes, Readable, Weights
+from deltasync.format.layout import Layout
+from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
+from deltasync.format.weights import Weights
 from deltasync.state import State
 from deltasync.store.protocol import Store
-from deltasync.trainer.anchoring import AnchorBacklog, AnchorPolicy, Anchors
+from deltasync.trainer.anchoring import Anchors
 from deltasync.trainer.background import BackgroundPruner, Skips
-from deltasync.trainer.capture import (
-    capture,
-    capture_each,
-    collect,
-    copy_each,
-    copy_into,
-    lock_shadow,
-    require_same,
-    shadow_weights,
-)
+from deltasync.trainer.capture import lock_shadow, require_same, shadow_weights
 from deltasync.trainer.events import Observer, Publication
 from deltasync.trainer.exit import finish_at_exit
+from deltasync.trainer.group import Alone, Group, resume
 from deltasync.trainer.pipeline import FirstVersion, Pipeline
+from deltasync.trainer.schedule import AnchorBacklog, AnchorPolicy, AnchorSchedule
+from deltasync.trainer.shards import ShardWeights
+from deltasync.trainer.source import Source
 from deltasync.trainer.versions import Metadata, VersionWriter
 from deltasync.upkeep.compact import require_levels
 from deltasync.upkeep.prune import Retention
 
 logger = logging.getLogger(__name__)
-
-Find = Callable[[State], list[Changes]]
-"""Compares with the shadow, whose lock is held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +105,22 @@ class PublisherOptions:
 
 
 class FeedPublisher:
-    """Publishes versions of one set of tensors. Only one thread may use it: a trainer has one loop."""
+    """Publishes versions of one set of tensors. Only one thread may use it: a trainer has one loop.
 
-    def __init__(self, store: Store, options: PublisherOptions) -> None:
+    With a `group`, each of its processes has one and publishes its shards: all of them call each method. The group is
+    closed with it. `options.shadow_path` is a folder then, in which each process keeps a file.
+    """
+
+    def __init__(self, store: Store, options: PublisherOptions, group: Group | None = None) -> None:
         arguments.instance("options", options, PublisherOptions)
         self._upload = Upload(store, retry_s=options.retry_s, require_fencing=options.require_fencing)
         self._options = options
-        self._shadow_path = None if options.shadow_path is None else Path(options.shadow_path)
+        self._is_sharded = group is not None
+        self._group = Alone() if group is None else group
+        self._anchor_group: Group | None = None
         self._pipeline: Pipeline | None = None
         self._is_closed = False
+        self._failed: BaseException | None = None
         self.files: Mapping[str, bytes] = options.files
         self.default_files: Mapping[str, bytes] = {}
         """Files beside the weights that were not asked for, but found with the model."""
@@ -128,6 +128,7 @@ class FeedPublisher:
         """Whether the files beside the weights are still to be put: those that are set then."""
         self._shadow_lock: ExitStack | None = None
         self._resources = ExitStack()
+        self._resources.callback(self._group.close)
         self._resources.callback(self._upload.close)
 
     @property
@@ -135,155 +136,192 @@ class FeedPublisher:
         """The version that was committed last, by this publisher or before it."""
         return None if self._pipeline is None else self._pipeline.head
 
-    def open(self, layout: Layout | None = None) -> Layout | None:
-        """Open the feed and rebuild the shadow if there are versions; returns the layout, None if it is not known yet.
+    def open(self, source: Source | None = None) -> Layout | None:
+        """Open the feed and rebuild the shadow if there are versions, or make room for one if there is a source.
 
-        InvalidInputError, naming a tensor, if the feed has another layout than the one given.
+        Returns the layout; None if it is not known yet. InvalidInputError, naming a tensor, if the source has another.
         """
-        if self._is_closed:
-            raise InvalidInputError("this publisher is closed", hint="open a new one")
+        self._require_usable()
         if self._pipeline is None:
-            if self._shadow_lock is None:
-                self._shadow_lock = self._resources.enter_context(lock_shadow(self._shadow_path))
-            if self._options.must_exist:
-                self._upload.log.require_head()
-            head = self._upload.open()
-            if head is not None:
-                self._pipeline = self._resume(layout, head)
-            elif layout is not None:
-                self._pipeline = self._start(shadow_weights(layout, self._shadow_path), None)
-        if self._pipeline is None:
-            return None
-        ours = self._pipeline.shadow.require_weights().layout
-        if layout is not None:
-            require_same(ours, layout)
-        return ours
+            self._pipeline = self._open(source)
+        elif source is not None and not self._is_sharded and source.layout is not None:
+            require_same(self._pipeline.versions.layout, source.layout)
+        return None if self._pipeline is None else self._pipeline.versions.layout
 
     def publish(
         self,
-        weights: Readable,
+        source: Source,
         *,
         step: int | None = None,
         anchor: bool = False,
         extra: Mapping[str, str] | None = None,
-        find: Find | None = None,
     ) -> Publication:
         """Capture what changed, and return: the rest happens in the background.
 
-        `anchor` requests an anchor in addition. `extra` is metadata that the manifest carries. `find` compares with
-        the shadow in place of `capture`, such as on an accelerator.
+        `anchor` requests an anchor in addition. `extra` is metadata that the manifest carries.
         """
-        metadata = Metadata.of(step, extra)
-        self.open(weights.layout)
-        return self._publish(
-            lambda shadow: copy_into(shadow.require_weights(), weights),
-            (lambda shadow: capture(shadow.require_weights(), weights)) if find is None else find,
-            metadata,
-            anchor=anchor,
-        )
-
-    def publish_each(
-        self,
-        tensors: Iterable[tuple[TensorSpec, Bits]],
-        *,
-        step: int | None = None,
-        anchor: bool = False,
-        extra: Mapping[str, str] | None = None,
-    ) -> Publication:
-        """The same from tensors that come one by one, so that the model never has to exist twice."""
-        metadata = Metadata.of(step, extra)
-        if self.open() is None:
-            # A new feed: these copies become the shadow.
-            weights = collect(tensors)
-            if self._shadow_path is not None:
-                return self.publish(weights, step=step, anchor=anchor, extra=extra)
-            self._pipeline = self._start(weights, None)
-            return self._publish(lambda shadow: None, lambda shadow: [], metadata, anchor=anchor)
-        return self._publish(
-            lambda shadow: copy_each(shadow.require_weights(), tensors),
-            lambda shadow: capture_each(shadow.require_weights(), tensors),
-            metadata,
-            anchor=anchor,
-        )
-
-    def publish_changes(
-        self, find: Find, *, step: int | None = None, extra: Mapping[str, str] | None = None
-    ) -> Publication:
-        """The same for a feed that has versions, where `find` knows what changed since the head."""
-        metadata = Metadata.of(step, extra)
-        if self.open() is None:
-            raise InvalidInputError("the feed has no version yet", hint="publish all weights first")
-
-        def no_copy(shadow: State) -> None:
-            raise InvalidInputError("the first version is not committed yet", hint="wait for it")
-
-        return self._publish(no_copy, find, metadata, anchor=False)
+        started = time.perf_counter()
+        self._require_usable()
+        if self._options.wait or self._is_sharded:
+            self.wait()
+        if self._pipeline is not None:
+            self._pipeline.require_running()
+        with self._stopping():
+            metadata = Metadata.of(step, extra)
+        self.open(source)
+        pipeline = self._pipeline
+        if pipeline is None:
+            raise InvalidInputError("the feed is not open", hint="call open first")
+        if self.needs_files:
+            pipeline.files = self._put_files(pipeline)
+            self.needs_files = False
+        shadow = pipeline.shadow
+        with shadow.lock:
+            if anchor:
+                pipeline.versions.schedule.request()
+            if pipeline.is_filled:
+                with self._stopping():
+                    changes = source.changes(shadow)
+                return pipeline.submit(changes, metadata, held_s=time.perf_counter() - started)
+            with self._stopping():
+                source.copy_into(shadow.require_weights())
+            first = FirstVersion(base=self._options.base, metadata=metadata)
+            return pipeline.start(first, held_s=time.perf_counter() - started)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything that was published is committed or has failed; False on timeout."""
         return self._pipeline is None or self._pipeline.wait_idle(timeout_s)
 
     def close(self) -> None:
-        """Finish what is in flight, anchors included, and release the feed."""
+        """Finish what is in flight, anchors included, and release the feed and the group."""
         self._is_closed = True
         self._resources.close()
 
-    def _publish(self, copy: Callable[[State], None], find: Find, metadata: Metadata, *, anchor: bool) -> Publication:
-        pipeline, options = self._pipeline, self._options
-        if pipeline is None:
-            raise InvalidInputError("the feed is not open", hint="call open first")
-        started = time.perf_counter()
-        pipeline.require_running()
-        if options.wait:
-            pipeline.wait_idle()
-        if self.needs_files:
-            head = pipeline.head
-            pipeline.files = pipeline.versions.put_files(self.files, head, defaults=self.default_files)
-            self.needs_files = False
-        with pipeline.shadow.lock:
-            if anchor:
-                pipeline.anchors.request()
-            if pipeline.is_filled:
-                captured = find(pipeline.shadow)
-                return pipeline.submit(captured, metadata, held_s=time.perf_counter() - started)
-            copy(pipeline.shadow)
-            return pipeline.start(
-                FirstVersion(base=options.base, metadata=metadata), held_s=time.perf_counter() - started
-            )
+    def _require_usable(self) -> None:
+        if self._is_closed or self._failed is not None:
+            problem = "is closed" if self._failed is None else f"has stopped: {self._failed}"
+            raise InvalidInputError(f"this publisher {problem}", hint="open a new one") from self._failed
 
-    def _resume(self, layout: Layout | None, head: Manifest) -> Pipeline:
-        """The shadow at the head: a mapped file may hold it already; otherwise it is rebuilt from the feed."""
-        route = Route(self._upload.log, head)
-        layout = route.start().layout if layout is None else layout
-        require_layout(route, layout)
-        weights = shadow_weights(layout, self._shadow_path)
-        if self._shadow_path is None or blocks.digest(weights) != head.digest:
-            logger.info("rebuilding the shadow of version %d from the feed", head.version)
-            State(weights, scratch=True).advance(route)
-        return self._start(weights, head)
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """An error in the block stops all processes: what they would publish next is not what this one would."""
+        try:
+            with self._group.report_errors():
+                yield
+        except BaseException as error:
+            if self._is_sharded:
+                self._failed = error
+            raise
 
-    def _start(self, weights: Weights, head: Manifest | None) -> Pipeline:
-        options, shadow = self._options, State(weights, head)
-        backlog = None if head is None else AnchorBacklog.of(plan(self._upload.log, head))
-        versions = VersionWriter(upload=self._upload, layout=weights.layout)
+    def _open(self, source: Source | None) -> Pipeline | None:
+        """None if the feed is new and there is no source."""
+        group, upload, options = self._group, self._upload, self._options
+        if self._anchor_group is None:
+            # Versions and anchors are agreed on in two threads.
+            self._anchor_group = group.fork()
+            self._resources.callback(self._anchor_group.close)
+        with group.report_errors():
+            named = None if source is None else source.layout
+        with group.decision("its tensors", None) as tensors:
+            tensors.result = named
+        layout: Layout | None = tensors.result
+        with group.report_errors():
+            shards = None if source is None or layout is None else source.shards(layout)
+            path = self._shadow_file()
+            if self._shadow_lock is None:
+                self._shadow_lock = self._resources.enter_context(lock_shadow(path))
+            weights: Weights | None = None
+            if shards is not None:
+                weights = ShardWeights(shards.local, shadow_weights(shards.local, path).arrays, shards)
+        with group.decision("to this feed", None if shards is None else shards.local.elements) as opened:
+            if opened.parts is not None:
+                opened.result = upload.id, self._open_feed(layout, opened.parts)
+        head: Manifest | None
+        # All processes are one writer: each of them can recognize its versions.
+        upload.id, head = opened.result
+        if weights is not None and shards is not None:
+            if head is not None:
+                resume(group, upload.store, head, weights, shards, folder=self._shadow_folder)
+        elif head is not None:
+            weights = self._resumed(layout, head, path)
+        elif layout is not None:
+            weights = shadow_weights(layout, path)
+        elif source is not None:
+            copies = source.collect()
+            weights = copies if path is None else shadow_weights(copies.layout, path)
+        else:
+            return None
+        with group.decision("the last anchor", None) as last:
+            if last.parts is not None:
+                last.result = None if head is None else AnchorBacklog.of(plan(upload.log, head))
+        shadow = State(weights, head)
+        versions = VersionWriter(
+            upload=upload,
+            layout=weights.layout if shards is None else shards.layout,
+            shards=shards,
+            group=group,
+            schedule=AnchorSchedule(options.anchors, last.result),
+        )
         pipeline = Pipeline(
             versions,
             shadow,
-            Anchors(versions.beside(), shadow, options.anchors, backlog=backlog, observer=options.observer),
+            Anchors(versions.beside(self._anchor_group), shadow, observer=options.observer),
             skips=(
-                Skips(self._upload.store, options.skips, retry_s=options.retry_s, observer=options.observer)
+                Skips(upload.store, options.skips, retry_s=options.retry_s, observer=options.observer)
                 if options.skips
                 else None
             ),
             observer=options.observer,
         )
         self._resources.callback(pipeline.close)
-        if options.retention is not None:
-            self._resources.callback(
-                BackgroundPruner(self._upload.store, options.retention, observer=options.observer).close
-            )
+        if options.retention is not None and group.rank == 0:
+            pruner = BackgroundPruner(upload.store, options.retention, observer=options.observer)
+            self._resources.callback(pruner.close)
         finish_at_exit(pipeline, options.exit_s)
         return pipeline
+
+    def _open_feed(self, layout: Layout | None, elements: Sequence[int | None]) -> Manifest | None:
+        """On rank 0 only: the head. `elements`: how many each process has, where they have shards."""
+        total = sum(count for count in elements if count is not None)
+        if self._is_sharded and layout is not None and total != layout.elements:
+            raise InvalidInputError(
+                f"the ranks have {total} elements together, the model has {layout.elements}",
+                hint="all ranks must have all tensors, and the mesh of each DTensor on rank 0 must have rank 0 in it",
+            )
+        if self._options.must_exist:
+            self._upload.log.require_head()
+        head = self._upload.open()
+        if head is not None and layout is not None:
+            require_layout(Route(self._upload.log, head), layout)
+        return head
+
+    def _resumed(self, layout: Layout | None, head: Manifest, path: Path | None) -> Weights:
+        """The shadow at the head: a mapped file may hold it already; otherwise it is rebuilt from the feed."""
+        route = Route(self._upload.log, head)
+        weights = shadow_weights(route.start().layout if layout is None else layout, path)
+        if path is None or blocks.digest(weights) != head.digest:
+            logger.info("rebuilding the shadow of version %d from the feed", head.version)
+            State(weights, scratch=True).advance(route)
+        return weights
+
+    def _put_files(self, pipeline: Pipeline) -> PayloadRef | None:
+        with self._group.decision("its files", None) as decision:
+            if decision.parts is not None:
+                head = pipeline.head
+                decision.result = pipeline.versions.put_files(self.files, head, defaults=self.default_files)
+        files: PayloadRef | None = decision.result
+        return files
+
+    @property
+    def _shadow_folder(self) -> Path | None:
+        return None if self._options.shadow_path is None else Path(self._options.shadow_path)
+
+    def _shadow_file(self) -> Path | None:
+        folder, group = self._shadow_folder, self._group
+        if folder is None or not self._is_sharded:
+            return folder
+        make_folder(folder)
+        return folder / f"shadow-{group.rank:05d}-of-{group.size:05d}.safetensors"
 
 
 def require_layout(route: Route, layout: Layout) -> None:

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +27,7 @@ from deltasync.parallel import Progress, counting, each, threads
 from deltasync.store.probe import not_kept
 from deltasync.trainer.events import CaptureTime, CommittedVersion
 from deltasync.trainer.group import Alone, Group
+from deltasync.trainer.schedule import AnchorSchedule
 from deltasync.trainer.shards import Shards
 
 logger = logging.getLogger(__name__)
@@ -282,18 +283,18 @@ class Metadata:
 class VersionWriter:
     """Writes versions of one layout. In a `group`, each process gives its `shards` and all of them call each method.
 
-    `is_anchor_due`: asked once for each committed version, in the process that commits.
+    `schedule`: asked once for each committed version, in the process that commits, whether it should get an anchor.
     """
 
     upload: Upload
     layout: Layout
     shards: Shards | None = None
     group: Group = field(default_factory=Alone)
-    is_anchor_due: Callable[[Manifest], bool] = lambda manifest: False
+    schedule: AnchorSchedule = field(default_factory=AnchorSchedule)
 
-    def beside(self) -> "VersionWriter":
-        """The same for another thread, which counts its own retries."""
-        return replace(self, upload=self.upload.beside())
+    def beside(self, group: Group) -> "VersionWriter":
+        """The same for another thread, which counts its own retries. `group`: the same processes, on its channel."""
+        return replace(self, upload=self.upload.beside(), group=group)
 
     def put_files(
         self, files: Mapping[str, bytes], head: Manifest | None = None, *, defaults: Mapping[str, bytes] | None = None
@@ -379,7 +380,7 @@ class VersionWriter:
                 digest = None if parent is None else sum(decision.parts, parent.digest)
                 is_next = head is not None and head.writer == self.upload.id and head.version == after + 1
                 if head is not None and is_next and digest in (None, head.digest):
-                    decision.result = CommittedVersion(head, is_anchor_due=self.is_anchor_due(head))
+                    decision.result = CommittedVersion(head, is_anchor_due=self.schedule.is_due(head))
         committed: CommittedVersion | None = decision.result
         return committed
 
@@ -463,7 +464,7 @@ class VersionWriter:
             raise not_kept(upload.store, f"{len(missing)} payloads that were just put, such as {missing[0]}")
         upload.commit(manifest, key=key)
         is_late = upload.is_late(manifest.refs, since_unix_s=since_unix_s)
-        return _Created(manifest, is_late, key is None and self.is_anchor_due(manifest))
+        return _Created(manifest, is_late, key is None and self.schedule.is_due(manifest))
 
     def _draft(self, kind: Kind, parent: Manifest | None, metadata: Metadata) -> Manifest:
         return Manifest(

@@ -17,6 +17,7 @@ from deltasync.parallel import Closable
 from deltasync.store import Feed, opened
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
+from deltasync.trainer.source import WeightsSource
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class FolderPublisher(Closable):
         """Publish a checkpoint; MismatchError with this rule if its tensors are not those of the feed."""
         publisher.files, publisher.needs_files = companion_files(checkpoint, trust_code=trust_code), True
         try:
-            return publisher.publish(checkpoint.weights, step=step, extra=extra)
+            return publisher.publish(WeightsSource(checkpoint.weights), step=step, extra=extra)
         except InvalidInputError as error:
             raise MismatchError(f"{checkpoint.path}: {error.message}", rule=rule, hint=error.hint) from error
 

@@ -213,7 +213,7 @@ def test_a_mirror_that_lost_a_bit_is_rebuilt(caplog: pytest.LogCaptureFixture) -
     assert target.holds(feed.states[2])
     assert target.whole == [True, True]
     assert replica.status().counts.rebuilt == 1
-    assert "rebuilding it" in caplog.text
+    assert "rebuilding them" in caplog.text
 
 
 def test_a_diverged_mirror_collects_no_changes() -> None:

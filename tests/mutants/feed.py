@@ -34,7 +34,7 @@ MUTANTS = (
         path="src/deltasync/feed/route.py",
         old="    if digest != edge.manifest.digest:\n",
         new="    if digest is None:\n",
-        killers=("tests/unit/test_feed_bases.py::test_another_base",),
+        killers=("tests/behaviour/test_feed_bases.py::test_another_base",),
     ),
     Mutant(
         name="payload-sha256-unchecked",
@@ -42,7 +42,7 @@ MUTANTS = (
         path="src/deltasync/feed/fetch.py",
         old="        if sha256.hexdigest() == ref.sha256:\n",
         new="        if sha256.hexdigest() != ref.nbytes:\n",
-        killers=("tests/unit/test_feed_replay.py::test_a_payload_is_fetched_again_once",),
+        killers=("tests/behaviour/test_feed_replay.py::test_a_payload_is_fetched_again_once",),
     ),
     Mutant(
         name="payload-of-another-version",
@@ -74,7 +74,7 @@ MUTANTS = (
         path="src/deltasync/errors.py",
         old='    return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)\n',
         new="    return text\n",
-        killers=("tests/unit/test_foreign_text.py::test_planted_text_is_shown_escaped",),
+        killers=("tests/behaviour/test_foreign_text.py::test_planted_text_is_shown_escaped",),
     ),
     Mutant(
         name="files-lead-out-of-the-folder",
@@ -90,7 +90,7 @@ MUTANTS = (
         path="src/deltasync/feed/files.py",
         old="    code = [] if trust_code else [path for path in files if can_run_code(path)]\n",
         new="    code: list[str] = []\n",
-        killers=("tests/unit/test_feed_restore.py::test_files_that_can_run_code_are_written_only_on_request",),
+        killers=("tests/unit/test_upkeep_restore.py::test_files_that_can_run_code_are_written_only_on_request",),
     ),
     Mutant(
         name="sparse-file",
@@ -126,7 +126,7 @@ MUTANTS = (
         old="        return file.read(8 + len(_MAPPED_START))[8:] == _MAPPED_START\n",
         new="        return file.readable()\n",
         killers=(
-            "tests/unit/test_trainer_shadow.py::test_what_is_not_a_shadow_stays_as_it_is",
+            "tests/behaviour/test_trainer_shadow.py::test_what_is_not_a_shadow_stays_as_it_is",
             "tests/unit/test_replica_mirror.py::test_what_is_not_a_mirror_stays_as_it_is",
         ),
     ),
@@ -274,7 +274,7 @@ MUTANTS = (
         path="src/deltasync/store/reading.py",
         old="    return store.get_range(key, 0, limits.RECORD_BYTES_MAX + 1)\n",
         new="    return store.get(key)\n",
-        killers=("tests/unit/test_bounded_reads.py::test_small_objects_are_read_up_to_their_limit",),
+        killers=("tests/behaviour/test_bounded_reads.py::test_small_objects_are_read_up_to_their_limit",),
     ),
     Mutant(
         name="promised-size-allocated",
@@ -282,7 +282,7 @@ MUTANTS = (
         path="src/deltasync/feed/fetch.py",
         old="    last = store.get_range(key, offsets[-1], nbytes - offsets[-1] + 1)\n",
         new="    bytearray(nbytes)\n    last = store.get_range(key, offsets[-1], nbytes - offsets[-1] + 1)\n",
-        killers=("tests/unit/test_bounded_reads.py::test_a_promised_size_allocates_nothing",),
+        killers=("tests/behaviour/test_bounded_reads.py::test_a_promised_size_allocates_nothing",),
     ),
     Mutant(
         name="heartbeat-id-not-compared",
@@ -346,7 +346,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/survey.py",
         old="            if version is not None and version >= self.first and by_key.get(key) != item:\n",
         new="            if version is not None and version < 0:\n",
-        killers=("tests/unit/test_feed_retention.py::test_a_feed_that_was_replaced_is_read_anew",),
+        killers=("tests/behaviour/test_feed_retention.py::test_a_feed_that_was_replaced_is_read_anew",),
     ),
     Mutant(
         name="prune-forgets-what-a-pin-needs",
@@ -354,7 +354,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/survey.py",
         old="            is_settled = version is not None and version < self.first and version not in needed\n",
         new="            is_settled = version is not None and version < self.first\n",
-        killers=("tests/unit/test_feed_retention.py::test_what_is_remembered_leads_to_the_same_plan",),
+        killers=("tests/behaviour/test_feed_retention.py::test_what_is_remembered_leads_to_the_same_plan",),
     ),
     Mutant(
         name="prune-reads-too-little",
@@ -362,7 +362,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/survey.py",
         old="    settled_unix_s = max(newest.modified_unix_s, young_unix_s)\n",
         new="    settled_unix_s = 0.0\n",
-        killers=("tests/unit/test_feed_prune.py::test_what_an_interrupted_prune_has_left_is_no_orphan",),
+        killers=("tests/unit/test_upkeep_prune.py::test_what_an_interrupted_prune_has_left_is_no_orphan",),
     ),
     Mutant(
         name="prune-leaves-out-a-base",
@@ -370,7 +370,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/survey.py",
         old="manifest.parent is not None and manifest.parent <= version and",
         new="manifest.parent == -1 and",
-        killers=("tests/unit/test_feed_prune.py::test_a_base_that_stored_changes_lead_from_is_read",),
+        killers=("tests/unit/test_upkeep_prune.py::test_a_base_that_stored_changes_lead_from_is_read",),
     ),
     Mutant(
         name="prune-forgets-pins",
@@ -402,7 +402,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/prune.py",
         old="    return is_given_up(edge, floor) and (edge.start is None or edge.start < oldest)\n",
         new="    return is_given_up(edge, floor)\n",
-        killers=("tests/unit/test_feed_prune.py::test_live_replicas_keep_the_deltas_that_they_need",),
+        killers=("tests/unit/test_upkeep_prune.py::test_live_replicas_keep_the_deltas_that_they_need",),
     ),
     Mutant(
         name="prune-reads-the-clock-late",
@@ -410,7 +410,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/prune.py",
         old="orphans_before_unix_s=started_unix_s - ORPHAN_S)\n",
         new="orphans_before_unix_s=clock() - ORPHAN_S)\n",
-        killers=("tests/unit/test_sleeping_processes.py::test_a_pruner_that_sleeps_while_it_plans",),
+        killers=("tests/behaviour/test_sleeping_processes.py::test_a_pruner_that_sleeps_while_it_plans",),
     ),
     Mutant(
         name="prune-trusts-an-old-look",
@@ -418,7 +418,9 @@ MUTANTS = (
         path="src/deltasync/upkeep/prune.py",
         old="        if not is_older or abs(clock() - looked_unix_s) <= LOOK_S:\n            return is_older\n",
         new="        return is_older\n",
-        killers=("tests/unit/test_sleeping_processes.py::test_a_pruner_that_sleeps_between_a_look_and_its_deletion",),
+        killers=(
+            "tests/behaviour/test_sleeping_processes.py::test_a_pruner_that_sleeps_between_a_look_and_its_deletion",
+        ),
     ),
     Mutant(
         name="prune-with-its-own-clock",
@@ -426,7 +428,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/prune.py",
         old="    before_unix_s = probe_clock(PatientStore(store, PATIENCE_S)) - ORPHAN_S if orphans else 0.0\n",
         new="    before_unix_s = clock() - ORPHAN_S if orphans else 0.0\n",
-        killers=("tests/unit/test_sleeping_processes.py::test_a_pruner_whose_clock_is_ahead",),
+        killers=("tests/behaviour/test_sleeping_processes.py::test_a_pruner_whose_clock_is_ahead",),
     ),
     Mutant(
         name="prune-deletes-what-was-committed",
@@ -435,7 +437,7 @@ MUTANTS = (
         old="        if key not in wanted and not is_stopping() and ",
         new="        if ",
         killers=(
-            "tests/unit/test_sleeping_processes.py::test_a_pruner_that_sleeps_between_its_plan_and_its_deletions",
+            "tests/behaviour/test_sleeping_processes.py::test_a_pruner_that_sleeps_between_its_plan_and_its_deletions",
         ),
     ),
     Mutant(
@@ -444,7 +446,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/relay.py",
         old="        if (ours is None and versions) or (ours is not None and ours.feed != record.feed):\n",
         new="        if ours is None and versions:\n",
-        killers=("tests/unit/test_feed_relay.py::test_a_feed_of_another_run_is_refused_before_anything_is_written",),
+        killers=("tests/unit/test_upkeep_relay.py::test_a_feed_of_another_run_is_refused_before_anything_is_written",),
     ),
     Mutant(
         name="relay-without-a-floor",
@@ -452,7 +454,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/relay.py",
         old="            self._raise_floor(edge.end)\n",
         new="            self._raise_floor(0)\n",
-        killers=("tests/unit/test_feed_relay.py::test_a_new_destination_begins_with_the_cheapest_plan",),
+        killers=("tests/unit/test_upkeep_relay.py::test_a_new_destination_begins_with_the_cheapest_plan",),
     ),
     Mutant(
         name="relay-shares-the-floor-of-the-pruner",
@@ -460,7 +462,9 @@ MUTANTS = (
         path="src/deltasync/upkeep/relay.py",
         old="            store.put(keys.COPY, FloorRecord(version).to_bytes())\n",
         new="            store.put(keys.FLOOR, FloorRecord(version).to_bytes())\n",
-        killers=("tests/unit/test_feed_relay.py::test_a_slow_pruner_does_not_lower_the_floor_that_a_relay_has_raised",),
+        killers=(
+            "tests/unit/test_upkeep_relay.py::test_a_slow_pruner_does_not_lower_the_floor_that_a_relay_has_raised",
+        ),
     ),
     Mutant(
         name="failing-upkeep-looks-well",
@@ -468,7 +472,10 @@ MUTANTS = (
         path="src/deltasync/upkeep/stats.py",
         old='            self.error = f"{type(error).__name__}: {error}"\n',
         new="            self.error = None\n",
-        killers=("tests/unit/test_feed_metrics.py::test_a_compactor", "tests/unit/test_feed_metrics.py::test_a_pruner"),
+        killers=(
+            "tests/unit/test_upkeep_metrics.py::test_a_compactor",
+            "tests/unit/test_upkeep_metrics.py::test_a_pruner",
+        ),
     ),
     Mutant(
         name="relay-shows-what-it-left-out",
@@ -476,7 +483,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/relay.py",
         old="        between = range(edge.end - 1, at, -1)\n",
         new="        between = range(at + 1, edge.end)\n",
-        killers=("tests/unit/test_feed_relay.py::test_interrupted_at_every_operation",),
+        killers=("tests/unit/test_upkeep_relay.py::test_interrupted_at_every_operation",),
     ),
     Mutant(
         name="verify-stops-at-a-skip",
@@ -484,7 +491,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/verify.py",
         old='        elif is_held and (edge.manifest.kind == "delta" or edge.key in self._bridges):\n',
         new='        elif is_held and edge.manifest.kind == "delta":\n',
-        killers=("tests/unit/test_feed_relay.py::test_far_behind_it_gets_skips_and_the_newest_anchor",),
+        killers=("tests/unit/test_upkeep_relay.py::test_far_behind_it_gets_skips_and_the_newest_anchor",),
     ),
     Mutant(
         name="verify-is-clean-without-versions",
@@ -492,6 +499,6 @@ MUTANTS = (
         path="src/deltasync/upkeep/verify.py",
         old="    if head is None or floor <= head:\n        return contents\n",
         new="    if head is None or floor >= 0:\n        return contents\n",
-        killers=("tests/unit/test_feed_verify.py::test_a_floor_above_the_head_hides_nothing",),
+        killers=("tests/unit/test_upkeep_verify.py::test_a_floor_above_the_head_hides_nothing",),
     ),
 )

@@ -10,8 +10,8 @@ MUTANTS = (
         old="first.start is None or first.manifest.parent_digest == self.digest:\n            return False\n",
         new="first.start is None or first.manifest is not None:\n            return False\n",
         killers=(
-            "tests/unit/test_replica_divergence.py::test_one_advance_repairs_a_mirror_of_another_history",
-            "tests/unit/test_replica_divergence.py::test_a_running_follower_recovers_as_a_new_one_does",
+            "tests/behaviour/test_replica_divergence.py::test_one_advance_repairs_a_mirror_of_another_history",
+            "tests/behaviour/test_replica_divergence.py::test_a_running_follower_recovers_as_a_new_one_does",
         ),
     ),
     Mutant(
@@ -20,7 +20,7 @@ MUTANTS = (
         path="src/deltasync/feed/log.py",
         old="            return self._log.read(known.version).digest != known.digest\n",
         new="            return self._log.read(known.version).version != known.version\n",
-        killers=("tests/unit/test_replica_divergence.py::test_one_advance_repairs_a_mirror_of_another_history",),
+        killers=("tests/behaviour/test_replica_divergence.py::test_one_advance_repairs_a_mirror_of_another_history",),
     ),
     Mutant(
         name="mirror-of-another-layout",
@@ -28,7 +28,7 @@ MUTANTS = (
         path="src/deltasync/checkpoint.py",
         old="    if mapped_layout(path) != layout:\n",
         new="    if mapped_layout(path) is None:\n",
-        killers=("tests/unit/test_trainer_shadow.py::test_a_file_of_no_use_is_replaced_by_zeros",),
+        killers=("tests/behaviour/test_trainer_shadow.py::test_a_file_of_no_use_is_replaced_by_zeros",),
     ),
     Mutant(
         name="target-of-another-model",
@@ -76,7 +76,7 @@ MUTANTS = (
         path="src/deltasync/replica/delivery.py",
         old="        if target.scrub(weights, range(len(weights.layout.tensors)), repair=False):\n",
         new="        if target.version is None:\n",
-        killers=("tests/unit/test_replica_repairs.py::test_what_a_target_says_of_itself_is_proved",),
+        killers=("tests/behaviour/test_replica_repairs.py::test_what_a_target_says_of_itself_is_proved",),
     ),
     Mutant(
         name="unseen-counts-as-read-back",
@@ -104,7 +104,7 @@ MUTANTS = (
         old="    except (Exception, SystemExit) as error:\n",
         new="    except KeyboardInterrupt as error:\n",
         killers=(
-            "tests/unit/test_replica_start.py::test_an_observer_that_fails_changes_nothing",
+            "tests/behaviour/test_replica_start.py::test_an_observer_that_fails_changes_nothing",
             "tests/unit/test_trainer_pipeline.py::test_an_observer_that_fails_hides_nothing_else_of_its_job",
         ),
     ),

@@ -35,7 +35,7 @@ MUTANTS = (
         path="src/deltasync/trainer/capture.py",
         old="    back[at[again]] = False\n",
         new="    back[:] = False\n",
-        killers=("tests/unit/test_trainer_rebase.py::test_a_rebased_capture_leads_to_the_same_weights",),
+        killers=("tests/behaviour/test_trainer_rebase.py::test_a_rebased_capture_leads_to_the_same_weights",),
     ),
     Mutant(
         name="anchor-of-moving-weights",
@@ -59,7 +59,7 @@ MUTANTS = (
         path="src/deltasync/feed/upload.py",
         old="        put_unix_s = self.clock()\n        self.store.put(keys.payload_key(ref.sha256), data)\n",
         new="        self.store.put(keys.payload_key(ref.sha256), data)\n        put_unix_s = self.clock()\n",
-        killers=("tests/unit/test_sleeping_processes.py::test_a_publisher_that_sleeps_while_a_pruner_runs",),
+        killers=("tests/behaviour/test_sleeping_processes.py::test_a_publisher_that_sleeps_while_a_pruner_runs",),
     ),
     Mutant(
         name="late-commit-not-put-again",
@@ -67,7 +67,7 @@ MUTANTS = (
         path="src/deltasync/trainer/versions.py",
         old="        is_late = upload.is_late(manifest.refs, since_unix_s=since_unix_s)\n",
         new="        is_late = False\n",
-        killers=("tests/unit/test_sleeping_processes.py::test_a_publisher_that_sleeps_while_a_pruner_runs",),
+        killers=("tests/behaviour/test_sleeping_processes.py::test_a_publisher_that_sleeps_while_a_pruner_runs",),
     ),
     Mutant(
         name="shards-resumed-however-old",
@@ -76,7 +76,7 @@ MUTANTS = (
         old="            if sha256 is not None and age_s < within_s\n",
         new="            if sha256 is not None\n",
         killers=(
-            "tests/unit/test_sleeping_processes.py::test_shards_are_resumed_by_the_clock_of_the_store",
+            "tests/behaviour/test_sleeping_processes.py::test_shards_are_resumed_by_the_clock_of_the_store",
             "tests/unit/test_trainer_versions.py::test_what_counts_as_being_there",
         ),
     ),

@@ -97,6 +97,6 @@ MUTANTS = (
         path="src/deltasync/trainer/pipeline.py",
         old='            tell(self._observer, error, method="failed")\n',
         new="            pass\n",
-        killers=("tests/unit/test_metric_names.py::test_failed_publications_are_counted",),
+        killers=("tests/behaviour/test_metric_names.py::test_failed_publications_are_counted",),
     ),
 )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.helpers import changed, state, write_sharded
-from test_interop_folders import restored, same_bits, write_delta
+from test_interop_folder import restored, same_bits, write_delta
 
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.feed.log import Log

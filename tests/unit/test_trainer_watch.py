@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support import LONG_S
 from support.helpers import State, changed, same_bits, state, write_sharded
-from test_interop_folders import restored
+from test_interop_folder import restored
 
 import deltasync
 from deltasync.errors import InvalidInputError, MismatchError, StoreError

@@ -1,5 +1,5 @@
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,9 @@ from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import FloorRecord, Heartbeat, Pin
 from deltasync.state import load
-from deltasync.store.protocol import Data
+from deltasync.store.protocol import Data, ObjectInfo, WrapperStore
 from deltasync.upkeep import survey
+from deltasync.upkeep.compact import compact
 from deltasync.upkeep.prune import ORPHAN_S, Pruner, Pruning, Retention, plan_prune, prune
 from deltasync.upkeep.verify import verify
 
@@ -630,3 +631,20 @@ def test_a_base_that_stored_changes_lead_from_is_read(bridge: str, monkeypatch: 
     some, whole, _ = both_ways(store, Retention(anchors=1, versions=5), monkeypatch, clock=later)
     assert some == whole
     assert some.pinned == ("best",)
+
+
+class OlderListing(WrapperStore):
+    """A store whose newest version was committed after the versions were listed, and before the skips were."""
+
+    def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
+        items = [*super().list(prefix, after=after)]
+        return iter(items[:-1] if prefix == keys.VERSIONS else items)
+
+
+def test_a_skip_to_a_version_that_is_committed_meanwhile_is_no_damage() -> None:
+    feed = Feed.of(5)
+    feed.late_anchor(3)
+    compact(feed.store, levels=(2,))
+    pruning = plan_prune(OlderListing(feed.store), Retention(anchors=1, versions=1))
+    assert pruning.floor == 3
+    assert not any(key.startswith(keys.VERSIONS) for key in pruning.keys)

@@ -443,7 +443,7 @@ class State:
         if i is None:
             return [], ref
         if use == "compare" and not self._compares(applied):
-            # Straight into the weights: nobody asks what differed.
+            # Straight into the weights: what differed is not wanted.
             blocks.restore_block(weights, payload.block(i))
             return [], ref
         decoded = blocks.decode_block(weights, payload.block(i), relative=edge.start is not None)
@@ -467,7 +467,7 @@ class State:
         return differing
 
     def _compares(self, applied: Applied) -> bool:
-        """Whether somebody asks what an anchor changes."""
+        """Whether the changes of an anchor are wanted."""
         return applied.changes is not None or any(not past.is_lost for past in self.pasts)
 
 

@@ -74,7 +74,7 @@ def test_the_limit_counts_from_the_first_failure(monkeypatch: pytest.MonkeyPatch
 def test_a_create_is_not_repeated_after_a_sleep(
     monkeypatch: pytest.MonkeyPatch, slept_s: float, is_repeated: bool
 ) -> None:
-    """What the object names may have been removed meanwhile: whoever created it looks again."""
+    """What the object names may have been removed meanwhile: the caller checks again."""
     now_unix_s = [1_700_000_000.0]
     monkeypatch.setattr("deltasync.store.patient.time.time", lambda: now_unix_s[0])
 

@@ -53,8 +53,8 @@ class PatientStore(WrapperStore):
                     return True
                 raise
 
-        # What the object names was looked at before. After a sleep of this process that may no longer hold: `prune` may
-        # have removed payloads that no manifest named. The caller looks again.
+        # What the object names was checked before. After a sleep of this process that may no longer hold: `prune` may
+        # have removed payloads that no manifest named. The caller checks them again.
         return self._repeat(create, most_s=2 * self._limit_s)
 
     def get(self, key: str) -> bytes:

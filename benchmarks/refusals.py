@@ -27,8 +27,7 @@ import numpy as np
 import deltasync
 from benchmarks.report import Row, print_table, say, write_results
 from deltasync.errors import DeltasyncError
-from deltasync.feed.fetch import fetch
-from deltasync.feed.files import fetch_files
+from deltasync.feed.fetch import fetch, fetch_files
 from deltasync.feed.log import Log
 from deltasync.feed.upload import Upload
 from deltasync.format import keys, limits

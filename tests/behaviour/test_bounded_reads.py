@@ -10,8 +10,7 @@ from support.feeds import Feed, paper
 from support.helpers import resealed
 
 from deltasync.errors import CorruptError, DeltasyncError
-from deltasync.feed.fetch import PART_BYTES, fetch
-from deltasync.feed.files import fetch_files
+from deltasync.feed.fetch import PART_BYTES, fetch, fetch_files
 from deltasync.feed.log import Log
 from deltasync.feed.plan import plan
 from deltasync.feed.route import Route
@@ -22,7 +21,7 @@ from deltasync.format.manifest import PayloadRef
 from deltasync.format.payload import INDEX_NAME, Payload
 from deltasync.format.safetensors import header_bytes
 from deltasync.state import load
-from deltasync.store.leased import LeasedStore
+from deltasync.store.fencing import LeasedStore
 from deltasync.store.memory import MemoryStore
 from deltasync.upkeep.prune import Retention, plan_prune
 from deltasync.upkeep.verify import verify

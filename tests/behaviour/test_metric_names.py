@@ -25,9 +25,9 @@ from deltasync.store.memory import MemoryStore
 from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.metrics import PublisherMetrics
 from deltasync.upkeep.compact import Compactor
-from deltasync.upkeep.metrics import upkeep_metrics
 from deltasync.upkeep.prune import Retention
 from deltasync.upkeep.relay import Relay
+from deltasync.upkeep.stats import upkeep_metrics
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"

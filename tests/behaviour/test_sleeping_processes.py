@@ -14,7 +14,7 @@ from deltasync.feed.upload import Upload
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.weights import Weights
-from deltasync.store.probe import probe_clock
+from deltasync.store.fencing import probe_clock
 from deltasync.store.protocol import Data, ObjectInfo
 from deltasync.trainer import versions
 from deltasync.trainer.capture import capture

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from deltasync import FolderTarget, Follower, InvalidInputError, PublisherOptions, restore
-from deltasync.feed.files import fetch_files
+from deltasync.feed.fetch import fetch_files
 from deltasync.feed.log import Log
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore

@@ -13,8 +13,7 @@ from support import repeats
 
 from deltasync.errors import NotFoundError, StoreError
 from deltasync.store import remote
-from deltasync.store.remote import PART_BYTES, RemoteStore
-from deltasync.store.remote_errors import is_not_partial, is_past_the_end, translate
+from deltasync.store.remote import PART_BYTES, RemoteStore, is_not_partial, is_past_the_end, translate
 
 ANSWER = "Generic S3 error: Error performing GET http://host:1/b/k?X-Amz-Signature=secret in 1ms - "
 STATUS = ANSWER + "Server returned non-2xx status code: {}: <Error><Code>{}</Code><Message>secret</Message></Error>"

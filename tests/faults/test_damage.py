@@ -7,7 +7,7 @@ from known import add_skip, change, copy_of, holds, manifests, nth, publish
 from support.helpers import State
 
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
-from deltasync.feed.files import fetch_files
+from deltasync.feed.fetch import fetch_files
 from deltasync.feed.log import Log
 from deltasync.feed.upload import Upload
 from deltasync.format import keys

@@ -34,7 +34,7 @@ from deltasync.feed.log import Log
 from deltasync.feed.upload import Upload
 from deltasync.format import keys
 from deltasync.format.sealed import LeaseRecord
-from deltasync.store.leased import LEASE_S, LeasedStore
+from deltasync.store.fencing import LEASE_S, LeasedStore
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store

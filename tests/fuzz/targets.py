@@ -22,7 +22,7 @@ from deltasync import blocks
 from deltasync.checkpoint import new_checkpoint, open_checkpoint
 from deltasync.codecs.exp import read_steps
 from deltasync.errors import CorruptError, DeltasyncError
-from deltasync.feed.files import fetch_files
+from deltasync.feed.fetch import fetch_files
 from deltasync.feed.log import Log
 from deltasync.format import keys, limits
 from deltasync.format.companions import read_files, write_files

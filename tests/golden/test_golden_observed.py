@@ -23,9 +23,8 @@ from deltasync.store.memory import MemoryStore
 from deltasync.torch import ModuleTarget, Publisher
 from deltasync.trackers import event_metrics
 from deltasync.upkeep.compact import Compactor
-from deltasync.upkeep.metrics import upkeep_metrics
 from deltasync.upkeep.relay import Relay
-from deltasync.upkeep.stats import Upkeep
+from deltasync.upkeep.stats import Upkeep, upkeep_metrics
 
 
 class Spans(SpanExporter):

@@ -87,7 +87,7 @@ MUTANTS = (
     Mutant(
         name="code-without-trust",
         harm="A restored folder has Python files and pickles of a stranger, which run when the model is loaded.",
-        path="src/deltasync/feed/files.py",
+        path="src/deltasync/feed/fetch.py",
         old="    code = [] if trust_code else [path for path in files if can_run_code(path)]\n",
         new="    code: list[str] = []\n",
         killers=("tests/unit/test_upkeep_restore.py::test_files_that_can_run_code_are_written_only_on_request",),
@@ -137,7 +137,7 @@ MUTANTS = (
         old="    try:\n        os.link(temporary, path)\n",
         new="    try:\n        os.replace(temporary, path)\n        os.link(path, temporary)\n",
         killers=(
-            "tests/conformance/test_probe.py::test_good_stores",
+            "tests/conformance/test_fencing.py::test_good_stores",
             "tests/faults/test_writers.py::test_two_processes_race",
         ),
     ),
@@ -247,7 +247,7 @@ MUTANTS = (
     Mutant(
         name="lease-ignored",
         harm="On a store that cannot fence, two trainers write to one feed and overwrite each other's versions.",
-        path="src/deltasync/store/leased.py",
+        path="src/deltasync/store/fencing.py",
         old="held.writer != self._writer and held.expires_unix_s > now:\n",
         new="held.writer != self._writer and held.expires_unix_s < 0:\n",
         killers=("tests/unit/test_feed_upload.py::test_a_lease_in_time",),
@@ -255,7 +255,7 @@ MUTANTS = (
     Mutant(
         name="lease-not-renewed",
         harm="A trainer commits after its lease has run out and another one has taken it.",
-        path="src/deltasync/store/leased.py",
+        path="src/deltasync/store/fencing.py",
         old="        self.take()\n",
         new="",
         killers=("tests/unit/test_feed_upload.py::test_a_commit_under_a_lease_asks_for_it_first",),
@@ -271,7 +271,7 @@ MUTANTS = (
     Mutant(
         name="bounded-read-removed",
         harm="An object of gigabytes in the place of a small record fills the memory of every reader.",
-        path="src/deltasync/store/reading.py",
+        path="src/deltasync/store/protocol.py",
         old="    return store.get_range(key, 0, limits.RECORD_BYTES_MAX + 1)\n",
         new="    return store.get(key)\n",
         killers=("tests/behaviour/test_bounded_reads.py::test_small_objects_are_read_up_to_their_limit",),
@@ -312,8 +312,8 @@ MUTANTS = (
         name="plan-with-a-wrong-parent",
         harm="A chain in which one delta was made from another history is planned, and no edge of it can be applied.",
         path="src/deltasync/feed/plan.py",
-        old="        unusable.append(str(error))\n        return False\n",
-        new="        unusable.append(str(error))\n",
+        old="                unusable.append(str(error))\n                manifest = None\n",
+        new="                unusable.append(str(error))\n",
         killers=("tests/unit/test_feed_plan.py::test_damage_in_the_middle",),
     ),
     Mutant(
@@ -376,8 +376,8 @@ MUTANTS = (
         name="prune-forgets-pins",
         harm="`prune` deletes a version that was pinned to be kept for good.",
         path="src/deltasync/upkeep/prune.py",
-        old="        (gone if _goes(edge, floor, oldest) and edge.key not in pinned else kept).append(edge)\n",
-        new="        (gone if _goes(edge, floor, oldest) else kept).append(edge)\n",
+        old="        (gone if is_unused and edge.key not in pinned else kept).append(edge)\n",
+        new="        (gone if is_unused else kept).append(edge)\n",
         killers=("tests/unit/test_feed_pins.py::test_a_pinned_version_stays_and_little_else",),
     ),
     Mutant(
@@ -400,8 +400,8 @@ MUTANTS = (
         name="prune-forgets-live-replicas",
         harm="A live replica that is behind loses the deltas that it is about to fetch.",
         path="src/deltasync/upkeep/prune.py",
-        old="    return is_given_up(edge, floor) and (edge.start is None or edge.start < oldest)\n",
-        new="    return is_given_up(edge, floor)\n",
+        old="        is_unused = is_given_up(edge, floor) and (edge.start is None or edge.start < oldest)\n",
+        new="        is_unused = is_given_up(edge, floor)\n",
         killers=("tests/unit/test_upkeep_prune.py::test_live_replicas_keep_the_deltas_that_they_need",),
     ),
     Mutant(
@@ -460,8 +460,8 @@ MUTANTS = (
         name="relay-shares-the-floor-of-the-pruner",
         harm="A pruner that is slow lowers the floor of a copy, and versions that were left out count as lost.",
         path="src/deltasync/upkeep/relay.py",
-        old="            store.put(keys.COPY, FloorRecord(version).to_bytes())\n",
-        new="            store.put(keys.FLOOR, FloorRecord(version).to_bytes())\n",
+        old="            self._copy.store.put(keys.COPY, FloorRecord(version).to_bytes())\n",
+        new="            self._copy.store.put(keys.FLOOR, FloorRecord(version).to_bytes())\n",
         killers=(
             "tests/unit/test_upkeep_relay.py::test_a_slow_pruner_does_not_lower_the_floor_that_a_relay_has_raised",
         ),
@@ -473,16 +473,16 @@ MUTANTS = (
         old='            self.error = f"{type(error).__name__}: {error}"\n',
         new="            self.error = None\n",
         killers=(
-            "tests/unit/test_upkeep_metrics.py::test_a_compactor",
-            "tests/unit/test_upkeep_metrics.py::test_a_pruner",
+            "tests/unit/test_upkeep_stats.py::test_a_compactor",
+            "tests/unit/test_upkeep_stats.py::test_a_pruner",
         ),
     ),
     Mutant(
         name="relay-shows-what-it-left-out",
         harm="A follower of a copy sees versions as the newest that nothing leads to.",
         path="src/deltasync/upkeep/relay.py",
-        old="        between = range(edge.end - 1, at, -1)\n",
-        new="        between = range(at + 1, edge.end)\n",
+        old="        between = range(edge.end - 1, -1 if at is None else at.version, -1)\n",
+        new="        between = range(0 if at is None else at.version + 1, edge.end)\n",
         killers=("tests/unit/test_upkeep_relay.py::test_interrupted_at_every_operation",),
     ),
     Mutant(

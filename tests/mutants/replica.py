@@ -18,8 +18,8 @@ MUTANTS = (
         name="rollback-unnoticed",
         harm="A replica goes on serving a version that is no longer in the feed, and calls it the newest.",
         path="src/deltasync/feed/log.py",
-        old="            return self._log.read(known.version).digest != known.digest\n",
-        new="            return self._log.read(known.version).version != known.version\n",
+        old="                is_replaced = self._log.read(known.version).digest != known.digest\n",
+        new="                is_replaced = self._log.read(known.version).version != known.version\n",
         killers=("tests/behaviour/test_replica_divergence.py::test_one_advance_repairs_a_mirror_of_another_history",),
     ),
     Mutant(

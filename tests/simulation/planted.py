@@ -18,7 +18,7 @@ from deltasync.past import Past
 from deltasync.replica import mirror
 from deltasync.replica.delivery import Delivery
 from deltasync.state import Applied
-from deltasync.store.leased import LEASE_S, LeasedStore
+from deltasync.store.fencing import LEASE_S, LeasedStore
 from deltasync.store.patient import PatientStore
 from deltasync.trainer import pipeline, publisher
 from deltasync.trainer.pipeline import Pipeline
@@ -129,7 +129,7 @@ PLANTED: dict[str, Plant] = {
     "last rank left out": _patch(Part, "total", classmethod(lambda cls, parts: _total(parts[:-1] or parts))),
     "lease that knows only one thread": _patch(LeasedStore, "_require_held", _strict_lease),
     "floor by versions alone": _patch(
-        prune, "_floor", lambda contents, **keep: max(0, (contents.head or 0) - keep["keep_versions"] + 1)
+        prune, "_floor", lambda contents, retention, now_unix_s: max(0, (contents.head or 0) - retention.versions + 1)
     ),
 }
 """By name, a context in which the fault is there."""

@@ -22,8 +22,7 @@ from deltasync.errors import (
     RankError,
     StoreError,
 )
-from deltasync.feed.fetch import fetch_payloads
-from deltasync.feed.files import fetch_files
+from deltasync.feed.fetch import fetch_files, fetch_payloads
 from deltasync.feed.log import LIVE_S, Log
 from deltasync.feed.plan import Edge
 from deltasync.feed.upload import LATE_S

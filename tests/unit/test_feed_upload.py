@@ -14,7 +14,7 @@ from deltasync.format import keys
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import LeaseRecord
 from deltasync.format.weights import Weights
-from deltasync.store.leased import LEASE_S, LeasedStore
+from deltasync.store.fencing import LEASE_S, LeasedStore
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data

@@ -10,7 +10,7 @@ from support.helpers import State, changed, safetensors_bytes, state, write_shar
 import deltasync
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import ConflictError, CorruptError, InvalidInputError, MismatchError, NotFoundError, StoreError
-from deltasync.feed.files import fetch_files
+from deltasync.feed.fetch import fetch_files
 from deltasync.feed.log import Log
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef, Manifest

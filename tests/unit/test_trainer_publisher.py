@@ -13,8 +13,7 @@ from support.feeds import SpyStore, nth, publish, publisher, require_steps
 from support.helpers import State, state, write_sharded
 
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError, StoreError
-from deltasync.feed.fetch import fetch
-from deltasync.feed.files import fetch_files
+from deltasync.feed.fetch import fetch, fetch_files
 from deltasync.feed.log import Log
 from deltasync.format import keys
 from deltasync.format.layout import TensorSpec

@@ -25,11 +25,10 @@ from deltasync.format import keys
 from deltasync.kernels import kernels
 from deltasync.parallel import threads
 from deltasync.store import open_store
+from deltasync.store.fencing import PATIENCE_S, probe_fencing
 from deltasync.store.local import LocalStore
 from deltasync.store.patient import PatientStore
-from deltasync.store.probe import PATIENCE_S, probe_fencing
-from deltasync.store.protocol import Store
-from deltasync.store.reading import get_record
+from deltasync.store.protocol import Store, get_record
 from deltasync.vllm.releases import NEWEST, OLDEST, is_tested
 
 _PACKAGES = ("numpy", "obstore", "huggingface_hub", "prometheus-client", "torch", "transformers", "trl", "vllm")

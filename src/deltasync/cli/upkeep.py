@@ -23,11 +23,10 @@ from deltasync.format.sealed import Pin
 from deltasync.replica.loop import Loop
 from deltasync.store import opened
 from deltasync.upkeep.compact import LEVELS, Compactor
-from deltasync.upkeep.metrics import Role, upkeep_metrics
 from deltasync.upkeep.prune import Pruner, Pruning, Retention, plan_prune
 from deltasync.upkeep.prune import prune as delete
 from deltasync.upkeep.relay import Relay, Relayed
-from deltasync.upkeep.stats import Upkeep
+from deltasync.upkeep.stats import Role, Upkeep, upkeep_metrics
 
 _PIN_COLUMNS = (
     Column("name", is_name=True),

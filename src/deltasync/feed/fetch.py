@@ -1,12 +1,18 @@
-"""Fetch the payloads of manifests; check their SHA-256, and that they are what the manifest promises."""
+"""Fetch the payloads of manifests; check their SHA-256, and that they are what the manifest promises.
+
+One of them has the files beside the weights: configuration, tokenizer, and what else a folder needs to be loaded.
+"""
 
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 
-from deltasync.errors import CorruptError, FormatError
-from deltasync.format import keys
+from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
+from deltasync.feed.log import READ_THREADS, Log, outcome
+from deltasync.format import keys, limits
+from deltasync.format.companions import can_run_code, read_files
 from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.index import require_disjoint
 from deltasync.format.layout import Layout
@@ -101,12 +107,8 @@ def _require_length(key: str, nbytes: int, length: int, *, is_exact: bool = True
         raise CorruptError(f"{key} has {has} bytes, not {nbytes}", rule="payload.size", hint=hint, key=key)
 
 
-@dataclass(frozen=True, slots=True)
-class _Summary:
-    """The header and the index of a payload, without its bytes."""
-
-    header: PayloadHeader
-    block_infos: tuple[BlockInfo, ...]
+_Summary = tuple[PayloadHeader, tuple[BlockInfo, ...]]
+"""The header and the index of a payload, without its bytes."""
 
 
 def fetch(
@@ -156,16 +158,23 @@ def fetch_payloads(
     ranges = max(1, PAYLOADS_MOST // max(1, len(wanted)))
 
     def fetched(pair: tuple[Manifest, PayloadRef]) -> tuple[Manifest, Payload]:
-        return pair[0], _payload(store, pair[1], layout, on_refetch, ranges=ranges, is_proved=not verify_blocks)
+        manifest, ref = pair
+        try:
+            data = fetch(store, ref, ranges=ranges, on_refetch=on_refetch)
+            return manifest, Payload.parse(data, known=layout, is_proved=not verify_blocks)
+        except (CorruptError, FormatError) as error:
+            if error.key is not None:
+                raise
+            raise error.at(keys.payload_key(ref.sha256)) from error
 
     summaries: list[_Summary] = []
     for manifest, payload in each(fetched, wanted, waiting=at_once):
         layout = payload.header.layout
         # A manifest with payloads left out never becomes complete: the next one starts anew.
-        if summaries and summaries[-1].header.version != manifest.version:
+        if summaries and summaries[-1][0].version != manifest.version:
             summaries = []
-        summaries.append(_Summary(payload.header, payload.block_infos))
-        _check_payload(manifest, summaries[-1].header)
+        summaries.append((payload.header, payload.block_infos))
+        _check_payload(manifest, payload.header)
         if len(summaries) == len(manifest.payloads):
             _check_payloads(manifest, summaries)
             summaries = []
@@ -193,13 +202,13 @@ def _check_payloads(manifest: Manifest, summaries: Sequence[_Summary]) -> None:
     """
     if not summaries:
         return
-    layout = summaries[0].header.layout
-    infos = [info for summary in summaries for info in summary.block_infos]
+    layout = summaries[0][0].layout
+    infos = [info for _, block_infos in summaries for info in block_infos]
     require_disjoint([info.runs for info in infos], layout)
     start = layout_digest(layout) if manifest.kind == "anchor" else manifest.parent_digest
     if start is None:
         raise _wrong(manifest, "has payloads but nothing to start from", "manifest.payloads")
-    digest_delta = sum((summary.header.digest - start for summary in summaries), StateDigest.ZERO)
+    digest_delta = sum((header.digest - start for header, _ in summaries), StateDigest.ZERO)
     if start + digest_delta != manifest.digest:
         message = f"promises the digest {manifest.digest}, but its payloads lead to {start + digest_delta}"
         raise _wrong(manifest, message, "manifest.digest")
@@ -211,25 +220,61 @@ def _check_payloads(manifest: Manifest, summaries: Sequence[_Summary]) -> None:
         raise _wrong(manifest, message, "manifest.changed")
 
 
-def _payload(
-    store: Store,
-    ref: PayloadRef,
-    layout: Layout | None,
-    on_refetch: Callable[[str], None],
-    *,
-    ranges: int,
-    is_proved: bool,
-) -> Payload:
-    key = keys.payload_key(ref.sha256)
-    try:
-        return Payload.parse(fetch(store, ref, ranges=ranges, on_refetch=on_refetch), known=layout, is_proved=is_proved)
-    except (CorruptError, FormatError) as error:
-        if error.key is not None:
-            raise
-        raise error.at(key) from error
-
-
 def _wrong(manifest: Manifest, message: str, rule: str) -> CorruptError:
     return CorruptError(
         f"the {manifest.kind} to version {manifest.version} {message}", rule=rule, version=manifest.version
     )
+
+
+_DAMAGE = (CorruptError, FormatError, NotFoundError)
+
+
+def fetch_files(store: Store, manifest: Manifest, *, trust_code: bool = False) -> dict[str, bytes]:
+    """The files beside the weights, by their relative path; those that can run code only with `trust_code`."""
+    ref = manifest.files
+    if ref is None:
+        return {}
+    if ref.nbytes > limits.FILES_BYTES_MAX + limits.SAFETENSORS_HEADER_BYTES_MAX:
+        raise CorruptError(
+            f"the files beside the weights have {ref.nbytes} bytes, which are too many",
+            rule="files.size",
+            key=keys.payload_key(ref.sha256),
+        )
+    files = read_files(fetch(store, ref))
+    code = [] if trust_code else [path for path in files if can_run_code(path)]
+    if code:
+        more = f" and {len(code) - 3} others" if len(code) > 3 else ""
+        named = ", ".join(f"{path!r:.80}" for path in code[:3])
+        logger.warning("version %d: leaving out files that can run code: %s%s", manifest.version, named, more)
+    return {path: data for path, data in files.items() if path not in code}
+
+
+def find_files(log: Log, target: Manifest, *, trust_code: bool = False) -> dict[str, bytes]:
+    """The files beside the weights of a version.
+
+    If they are damaged or missing, those of the nearest version that has others are used, with a warning; the error if
+    there are none.
+    """
+    try:
+        return fetch_files(log.store, target, trust_code=trust_code)
+    except _DAMAGE as error:
+        damage = error
+    tried = {target.files}
+    nearest = sorted(log.versions(), key=lambda version: (abs(version - target.version), version))
+    for manifest in each(partial(outcome, log.read), nearest, waiting=READ_THREADS):
+        if isinstance(manifest, DeltasyncError) or manifest.files is None or manifest.files in tried:
+            continue
+        tried.add(manifest.files)
+        with suppress(*_DAMAGE):
+            files = fetch_files(log.store, manifest, trust_code=trust_code)
+            logger.warning(
+                "the files beside the weights of version %d cannot be read, those of version %d are used: %s",
+                target.version,
+                manifest.version,
+                damage,
+            )
+            return files
+    damage.hint = (
+        "without these files (`files=False`, `--no-files`) the weights can be restored; publish again to repair"
+    )
+    raise damage

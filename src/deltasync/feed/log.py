@@ -13,8 +13,7 @@ from deltasync.format import keys, limits
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat, Pin
 from deltasync.parallel import each
-from deltasync.store.protocol import ObjectInfo, Store
-from deltasync.store.reading import get_manifest, get_record, with_reread
+from deltasync.store.protocol import ObjectInfo, Store, get_manifest, read_parsed
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,21 @@ LIVE_S = 900
 
 def read_manifest(store: Store, key: str, *, version: int | None = None) -> Manifest:
     """The manifest under a key, proved by its seal; every error of it names the key."""
-    return with_reread(lambda: parse_manifest(key, get_manifest(store, key), version=version))
+    return read_stored(store, key, version=version)[0]
+
+
+def read_stored(store: Store, key: str, *, version: int | None = None) -> tuple[Manifest, bytes]:
+    """The manifest under a key as `read_manifest` reads it, and its bytes."""
+    try:
+        manifest, data = read_parsed(store, key, Manifest.from_bytes, get=get_manifest)
+    except (CorruptError, FormatError) as error:
+        raise error.at(key, version=version) from error
+    # An anchor without a parent may also be added to a version.
+    is_late_anchor = manifest.kind == "anchor" and manifest.parent is None and key == keys.anchor_key(manifest.version)
+    if manifest_key(manifest) != key and not is_late_anchor:
+        message = f"{key} holds a manifest of another key: of a {manifest.kind} to version {manifest.version}"
+        raise CorruptError(message, rule="manifest.key", key=key, version=version)
+    return manifest, data
 
 
 def outcome(read: Callable[..., _T], *arguments: Any) -> _T | DeltasyncError:
@@ -168,20 +181,22 @@ class Log:
 
     def floor_of(self, key: str) -> int:
         """The floor that a pruner (`keys.FLOOR`) or a relay (`keys.COPY`) has written; 0 if it never did."""
-
-        def parse(data: bytes) -> FloorRecord:
-            try:
-                return FloorRecord.from_bytes(data)
-            except (CorruptError, FormatError) as error:
-                raise error.at(key) from error
-
-        record = self._record(key, parse)
+        try:
+            record = self._record(key, FloorRecord.from_bytes)
+        except (CorruptError, FormatError) as error:
+            raise error.at(key) from error
         return 0 if record is None else record.version
 
     def pin(self, name: str) -> Pin | None:
         """The pin of that name, if there is one."""
         key = keys.pin_key(name)
-        return self._record(key, lambda data: _parse_pin(key, data))
+        try:
+            pin = self._record(key, Pin.from_bytes)
+        except (CorruptError, FormatError) as error:
+            raise error.at(key) from error
+        if pin is not None and pin.name != name:
+            raise CorruptError(f"{key} holds the pin {pin.name!r:.140}", rule="pin.key", key=key)
+        return pin
 
     def pins(self) -> list[Pin]:
         """All pins, by name. CorruptError or FormatError if one cannot be read: it may keep any version."""
@@ -201,15 +216,13 @@ class Log:
 
     def heartbeat(self, item: ObjectInfo) -> Heartbeat | None:
         """The heartbeat under a key of the listing, as `heartbeats` returns it; None if it is gone or unusable."""
-
-        def parse(data: bytes) -> Heartbeat:
-            beat = Heartbeat.from_bytes(data)
+        try:
+            beat = self._record(item.key, Heartbeat.from_bytes)
+            if beat is None:
+                return None
             if keys.replica_key(beat.replica) != item.key:
                 raise CorruptError(f"it is the heartbeat of {beat.replica!r:.140}", rule="heartbeat.key")
             return replace(beat, unix_s=int(item.modified_unix_s))
-
-        try:
-            return self._record(item.key, parse)
         except (CorruptError, FormatError, InvalidInputError) as error:
             if item.key not in self._reported:
                 self._reported.add(item.key)
@@ -274,7 +287,7 @@ class Log:
 
     def _record(self, key: str, parse: Callable[[bytes], _T]) -> _T | None:
         try:
-            return with_reread(lambda: parse(get_record(self.store, key)))
+            return read_parsed(self.store, key, parse)[0]
         except NotFoundError:
             return None
 
@@ -285,30 +298,8 @@ class Log:
             return None
 
 
-def parse_manifest(key: str, data: bytes, *, version: int | None = None) -> Manifest:
-    """Parse a manifest that was stored under `key`; every error names the key."""
-    try:
-        manifest = Manifest.from_bytes(data)
-    except DeltasyncError as error:
-        raise error.at(key, version=version) from error
-    if manifest_key(manifest) != key and not _is_late_anchor(manifest, key):
-        message = f"{key} holds a manifest of another key: of a {manifest.kind} to version {manifest.version}"
-        raise CorruptError(message, rule="manifest.key", key=key, version=version)
-    return manifest
-
-
-def _parse_pin(key: str, data: bytes) -> Pin:
-    try:
-        pin = Pin.from_bytes(data)
-    except (CorruptError, FormatError) as error:
-        raise error.at(key) from error
-    if key != f"{keys.PINS}{pin.name}.json":
-        raise CorruptError(f"{key} holds the pin {pin.name!r:.140}", rule="pin.key", key=key)
-    return pin
-
-
 def manifest_key(manifest: Manifest) -> str:
-    """The key that a manifest is committed under. An anchor without a parent may also be added to a version."""
+    """The key that a manifest is committed under."""
     if manifest.kind == "skip" and manifest.parent is not None:
         return keys.skip_key(manifest.parent, manifest.version)
     return keys.version_key(manifest.version)
@@ -328,10 +319,6 @@ def require_follows(before: Manifest, after: Manifest) -> None:
             version=after.version,
             key=keys.version_key(after.version),
         )
-
-
-def _is_late_anchor(manifest: Manifest, key: str) -> bool:
-    return manifest.kind == "anchor" and manifest.parent is None and key == keys.anchor_key(manifest.version)
 
 
 CHECK_S = 30.0
@@ -356,12 +343,22 @@ class Head:
         """
         known = self.manifest
         newer = None if known is None else self._log.head(after=known.version)
-        if newer is not None:
-            return self._see(newer)
-        if known is not None and not self._is_replaced(known):
-            return known
-        head = self._log.require_head()
-        if known is not None:
+        if known is not None and newer is None:
+            if self._clock() - self._checked_s < self._check_s:
+                return known
+            self._checked_s = self._clock()
+            try:
+                is_replaced = self._log.read(known.version).digest != known.digest
+            except NotFoundError:
+                is_replaced = True
+            except (CorruptError, FormatError) as error:
+                # It is damaged, which does not make it another version.
+                logger.warning("the newest version cannot be read again: %s", error)
+                is_replaced = False
+            if not is_replaced:
+                return known
+        head = newer or self._log.require_head()
+        if known is not None and newer is None:
             logger.warning(
                 "version %d with the digest %s is no longer in the feed, which was rolled back or replaced: "
                 "following version %d with the digest %s",
@@ -370,21 +367,5 @@ class Head:
                 head.version,
                 head.digest,
             )
-        return self._see(head)
-
-    def _is_replaced(self, known: Manifest) -> bool:
-        if self._clock() - self._checked_s < self._check_s:
-            return False
-        self._checked_s = self._clock()
-        try:
-            return self._log.read(known.version).digest != known.digest
-        except NotFoundError:
-            return True
-        except (CorruptError, FormatError) as error:
-            # It is damaged, which does not make it another version.
-            logger.warning("the newest version cannot be read again: %s", error)
-            return False
-
-    def _see(self, manifest: Manifest) -> Manifest:
-        self.manifest, self._checked_s = manifest, self._clock()
-        return manifest
+        self.manifest, self._checked_s = head, self._clock()
+        return head

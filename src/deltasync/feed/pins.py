@@ -13,9 +13,8 @@ from deltasync.format import keys, limits
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import Pin
 from deltasync.store import Feed, opened
-from deltasync.store.leased import creating
-from deltasync.store.protocol import Store
-from deltasync.store.reading import get_record
+from deltasync.store.fencing import creating
+from deltasync.store.protocol import get_record
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +46,11 @@ def pin(
         key = keys.pin_key(name)
         _require_stored(log, target)
         wanted = Pin(name, target.version, target.digest.hex, note, int(clock()))
-        before = _stored(store, key)
-        if before is None:
+        is_new = False
+        try:
+            get_record(store, key)
+        except NotFoundError:
+            is_new = True
             # If another process was faster, its record stays.
             creating(store).create(key, wanted.to_bytes())
         known = log.pin(name)
@@ -59,7 +61,7 @@ def pin(
                 key=key,
                 hint=f"choose another name, or `deltasync unpin` {name} first",
             )
-        if before is None:
+        if is_new:
             try:
                 _require_kept(log, wanted)
             except NotFoundError:
@@ -136,10 +138,3 @@ def _require_kept(log: Log, pin: Pin) -> None:
             key=keys.pin_key(pin.name),
             hint=f"pin version {floor} or a later one",
         )
-
-
-def _stored(store: Store, key: str) -> bytes | None:
-    try:
-        return get_record(store, key)
-    except NotFoundError:
-        return None

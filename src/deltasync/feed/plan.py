@@ -2,11 +2,11 @@
 
 import heapq
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
-from deltasync.feed.log import READ_THREADS, Log, manifest_key, require_follows
+from deltasync.errors import CorruptError, DeltasyncError, NotFoundError
+from deltasync.feed.log import READ_THREADS, Log, manifest_key, outcome, require_follows
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
 from deltasync.parallel import each
@@ -62,7 +62,12 @@ def plan(log: Log, target: Manifest, *, start: int | None = None, avoid: Collect
         edges = collect(log, target, unusable, start=start, avoid=avoid, thorough=thorough)
         path = cheapest(edges, start=start, end=target.version)
         if path is not None:
-            _report(unusable)
+            # One warning, however many there are.
+            if len(unusable) == 1:
+                logger.warning("passing over a manifest: %s", unusable[0])
+            elif unusable:
+                message = "passing over %d manifests, which `deltasync verify` lists. The first: %s"
+                logger.warning(message, len(unusable), unusable[0])
             return Plan(path)
     raise NotFoundError(
         f"version {target.version} cannot be rebuilt from {log.store.url}: the versions that it is built on were "
@@ -101,17 +106,16 @@ def cheapest_paths(
         for after in by_start.get(at, ()):
             pushed += 1
             heapq.heappush(queue, (nbytes + after.nbytes, hops + 1, pushed, after.end, after))
-    return {end: _path(last, end) for end in ends if end in last}
-
-
-def _path(last: dict[int | None, Edge | None], end: int) -> tuple[Edge, ...]:
-    """The edges to a version, from the last edge of the path to each version."""
-    path: list[Edge] = []
-    edge = last[end]
-    while edge is not None:
-        path.append(edge)
-        edge = last[edge.start]
-    return tuple(reversed(path))
+    paths: dict[int, tuple[Edge, ...]] = {}
+    for end in ends:
+        path: list[Edge] = []
+        step = last.get(end)
+        while step is not None:
+            path.append(step)
+            step = last[step.start]
+        if end in last:
+            paths[end] = tuple(reversed(path))
+    return paths
 
 
 def collect(
@@ -137,11 +141,16 @@ def collect(
     for manifest in _backwards(log, target, unusable, down_to=None if thorough else start):
         anchor = None
         if manifest.version in late:
-            anchor = _readable(_read(log.anchor, manifest.version), unusable)
-        for edge in _usable(manifest, anchor, avoid, unusable):
-            edges.append(edge)
-            if edge.start is None and edge.manifest.kind == "anchor":
-                cost = walked_bytes + edge.nbytes
+            anchor = _readable(outcome(log.anchor, manifest.version), unusable)
+        for key, found in ((manifest_key(manifest), manifest), (keys.anchor_key(manifest.version), anchor)):
+            if found is None or key in avoid:
+                continue
+            if found.digest != manifest.digest:
+                unusable.append(f"{key} has another digest than version {manifest.version}")
+                continue
+            edges.append(Edge(key, found))
+            if found.kind == "anchor":
+                cost = walked_bytes + found.nbytes
                 best_bytes = cost if best_bytes is None else min(best_bytes, cost)
         walked_bytes += manifest.nbytes if manifest.kind == "delta" else 0
         if thorough or best_bytes is None or walked_bytes <= best_bytes:
@@ -156,24 +165,14 @@ def collect(
     oldest = min((edge.end for edge in edges), default=0)
     lowest = oldest - 1 if start is None else min(start, oldest - 1)
     wanted = [(a, b) for a, b in log.skips(start=max(0, lowest)) if b <= target.version]
-    for outcome in each(lambda pair: _read(log.skip, *pair), wanted, waiting=READ_THREADS):
-        skip = _readable(outcome, unusable)
+    for read in each(lambda pair: outcome(log.skip, *pair), wanted, waiting=READ_THREADS):
+        skip = _readable(read, unusable)
         if skip is not None and (edge := Edge(manifest_key(skip), skip)).key not in avoid:
             if digests.get(skip.version, skip.digest) == skip.digest:
                 edges.append(edge)
             else:
                 unusable.append(f"{edge.key} leads to another digest than version {skip.version} has")
     return edges
-
-
-def _usable(manifest: Manifest, anchor: Manifest | None, avoid: Collection[str], unusable: list[str]) -> Iterator[Edge]:
-    for key, edge in ((manifest_key(manifest), manifest), (keys.anchor_key(manifest.version), anchor)):
-        if edge is None or key in avoid:
-            continue
-        if edge.digest == manifest.digest:
-            yield Edge(key, edge)
-        else:
-            unusable.append(f"{key} has another digest than version {manifest.version}")
 
 
 def _backwards(log: Log, target: Manifest, unusable: list[str], *, down_to: int | None) -> Iterator[Manifest]:
@@ -187,9 +186,15 @@ def _backwards(log: Log, target: Manifest, unusable: list[str], *, down_to: int 
     gap = 0
     yield target
     older = range(target.version - 1, last, -1)
-    for outcome in each(lambda version: _read(log.read, version), older, waiting=READ_THREADS):
-        manifest = _readable(outcome, unusable)
-        if manifest is not None and _leads(manifest, after, unusable):
+    for read in each(lambda version: outcome(log.read, version), older, waiting=READ_THREADS):
+        manifest = _readable(read, unusable)
+        if manifest is not None and after is not None:
+            try:
+                require_follows(manifest, after)
+            except CorruptError as error:
+                unusable.append(str(error))
+                manifest = None
+        if manifest is not None:
             yield manifest
             after, gap = manifest, 0
             continue
@@ -198,37 +203,8 @@ def _backwards(log: Log, target: Manifest, unusable: list[str], *, down_to: int 
             return
 
 
-def _leads(before: Manifest, after: Manifest | None, unusable: list[str]) -> bool:
-    if after is None:
-        return True
-    try:
-        require_follows(before, after)
-    except CorruptError as error:
-        unusable.append(str(error))
-        return False
-    return True
-
-
-def _read(read: Callable[..., Manifest | None], *at: int) -> Manifest | DeltasyncError | None:
-    """A manifest, or the error if it is missing or cannot be read."""
-    try:
-        return read(*at)
-    except (CorruptError, FormatError, NotFoundError) as error:
-        return error
-
-
-def _readable(outcome: Manifest | DeltasyncError | None, unusable: list[str]) -> Manifest | None:
-    if isinstance(outcome, DeltasyncError):
-        unusable.append(str(outcome))
+def _readable(read: Manifest | DeltasyncError | None, unusable: list[str]) -> Manifest | None:
+    if isinstance(read, DeltasyncError):
+        unusable.append(str(read))
         return None
-    return outcome
-
-
-def _report(unusable: list[str]) -> None:
-    """Log the manifests that a plan passes over: one warning, however many there are."""
-    if len(unusable) == 1:
-        logger.warning("passing over a manifest: %s", unusable[0])
-    elif unusable:
-        logger.warning(
-            "passing over %d manifests, which `deltasync verify` lists. The first: %s", len(unusable), unusable[0]
-        )
+    return read

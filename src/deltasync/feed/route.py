@@ -1,23 +1,27 @@
-"""The ways to a version: the cheapest plan, and others where an edge of it turns out to be damaged or missing."""
+"""The ways to a version: the cheapest plan, and others where an edge of it turns out to be damaged or missing.
+
+A plan may start with a base: a checkpoint in a local folder, or the weights of a model on the Hub and nothing else.
+"""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from deltasync import blocks
-from deltasync.checkpoint import open_checkpoint
+from deltasync.checkpoint import INDEX_NAME, WHOLE_NAME, open_checkpoint, weight_files
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, InvalidInputError, MismatchError, NotFoundError
-from deltasync.feed.base import locate_base
 from deltasync.feed.log import Log, manifest_key
 from deltasync.feed.plan import Edge, Plan, plan
-from deltasync.format import keys
+from deltasync.format import keys, limits
 from deltasync.format.layout import Layout
-from deltasync.format.manifest import Manifest
+from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.payload import Payload
 from deltasync.format.weights import Weights
-from deltasync.store.reading import with_reread
+from deltasync.store.protocol import with_reread
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +76,18 @@ class Route:
                 chosen = Plan((step,))
             else:
                 chosen = plan(self.log, self.goal, start=held, avoid=self._avoid)
-        except NotFoundError as error:
-            raise self._explained(error if self._first is None else self._first) from None
+        except NotFoundError as none:
+            error = none if self._first is None else self._first
+            floor = self.log.floor()
+            if not isinstance(error, NotFoundError) or self.goal.version >= floor:
+                raise error from None
+            raise NotFoundError(
+                f"version {self.goal.version} was pruned: {self.log.store.url} keeps versions from {floor} on "
+                f"({error.message})",
+                version=self.goal.version,
+                key=error.key,
+                hint=f"choose version {floor} or a later one",
+            ) from None
         if self._blocked is not None:
             # Not before there is another plan: without one, the error that is raised says the same.
             logger.warning("cannot use %s, trying another plan: %s", self._blocked.edge.key, self._blocked.cause)
@@ -111,29 +125,15 @@ class Route:
                     weights = open_base(edge, at=self._base)
                     self._starts[edge.key] = Start(weights.layout, weights)
                 else:
-                    self._starts[edge.key] = Start(with_reread(lambda: self._read_layout(edge)))
+                    ref = edge.manifest.payloads[0]
+                    key = keys.payload_key(ref.sha256)
+                    opened = with_reread(partial(Payload.open, partial(self.log.store.get_range, key), ref.nbytes))
+                    layout = opened.header.layout
+                    if layout.sha256 != edge.manifest.layout_sha256:
+                        message = f"{key} has another layout than its manifest"
+                        raise CorruptError(message, rule="manifest.layout", key=key)
+                    self._starts[edge.key] = Start(layout)
         return self._starts[edge.key]
-
-    def _read_layout(self, edge: Edge) -> Layout:
-        ref = edge.manifest.payloads[0]
-        key = keys.payload_key(ref.sha256)
-        payload = Payload.open(lambda offset, length: self.log.store.get_range(key, offset, length), ref.nbytes)
-        if payload.header.layout.sha256 != edge.manifest.layout_sha256:
-            raise CorruptError(f"{key} has another layout than its manifest", rule="manifest.layout", key=key)
-        return payload.header.layout
-
-    def _explained(self, error: DeltasyncError) -> DeltasyncError:
-        """Below the floor, something is missing because it was pruned: say so."""
-        floor = self.log.floor()
-        if not isinstance(error, NotFoundError) or self.goal.version >= floor:
-            return error
-        return NotFoundError(
-            f"version {self.goal.version} was pruned: {self.log.store.url} keeps versions from {floor} on "
-            f"({error.message})",
-            version=self.goal.version,
-            key=error.key,
-            hint=f"choose version {floor} or a later one",
-        )
 
 
 def open_base(edge: Edge, *, at: Path | None = None) -> Weights:
@@ -175,3 +175,80 @@ def require_digest(edge: Edge, weights: Weights, *, on_progress: blocks.OnProgre
             key=edge.key,
             version=edge.end,
         )
+
+
+_HINT = "pass a local copy of it: `--base DIR`"
+_ELEMENT_BYTES_MAX = 8
+
+
+def locate_base(manifest: Manifest) -> Path:
+    """The folder of the checkpoint that the manifest of a base names.
+
+    From the Hub, only the safetensors files that hold the weights are downloaded, and only if the size of all of them
+    fits the number of elements. NotFoundError if the checkpoint is not available, MismatchError if it does not fit.
+    """
+    base = manifest.base
+    if base is None:
+        raise InvalidInputError(f"version {manifest.version} is not a base")
+    # Path.exists raises for a name that no file can have.
+    if os.path.exists(base.checkpoint):
+        return Path(base.checkpoint)
+    try:
+        from huggingface_hub import hf_hub_download, snapshot_download
+        from huggingface_hub.errors import DryRunError, HFValidationError
+    except ImportError as error:
+        hint = f"{_HINT}, or install deltasync[hf] to download it from the Hub"
+        raise NotFoundError(f"the base {_name(base)} is not a local folder", hint=hint) from error
+    try:
+        try:
+            listed = snapshot_download(base.checkpoint, revision=base.revision, dry_run=True)
+        except DryRunError:
+            # The Hub cannot be reached: what was downloaded before may be enough.
+            patterns = ["*.safetensors", INDEX_NAME]
+            return Path(
+                snapshot_download(
+                    base.checkpoint, revision=base.revision, local_files_only=True, allow_patterns=patterns
+                )
+            )
+        sizes = {file.filename: file.file_size or 0 for file in listed}
+        # All requests are about the same commit, even if a branch moves on.
+        commit = listed[0].commit_hash if listed else base.revision
+        names = [name for name in sizes if name.endswith(".safetensors") and "/" not in name]
+        if WHOLE_NAME in names:
+            names = [WHOLE_NAME]
+        elif INDEX_NAME in sizes:
+            _require_size(base, manifest, sizes, [INDEX_NAME], most=limits.SAFETENSORS_HEADER_BYTES_MAX)
+            index = Path(hf_hub_download(base.checkpoint, INDEX_NAME, revision=commit))
+            names = weight_files(index)
+        most = _ELEMENT_BYTES_MAX * manifest.elements + len(names) * (limits.SAFETENSORS_HEADER_BYTES_MAX + 8)
+        _require_size(base, manifest, sizes, names, least=manifest.elements, most=most)
+        for name in names:
+            folder = Path(hf_hub_download(base.checkpoint, name, revision=commit)).parent
+    except (OSError, ValueError, HFValidationError) as error:
+        # The client raises OSErrors for network failures, missing permissions and missing repositories alike.
+        raise NotFoundError(f"the base {_name(base)} is not available: {error!s:.300}", hint=_HINT) from error
+    return folder
+
+
+def _require_size(
+    base: BaseRef, manifest: Manifest, sizes: dict[str, int], names: list[str], *, most: int, least: int = 0
+) -> None:
+    """MismatchError unless the Hub has all of these files, in a size that the base can have."""
+    missing = [name for name in names if name not in sizes]
+    nbytes = sum(sizes.get(name, 0) for name in names)
+    if missing or not names:
+        problem = f"has no file {missing[0]!r:.200}" if missing else "has no safetensors files"
+    elif not least <= nbytes <= most:
+        problem = f"has {nbytes} bytes in {len(names)} files, which does not fit {manifest.elements} elements"
+    else:
+        return
+    raise MismatchError(
+        f"{_name(base)} cannot be the base of version {manifest.version}: it {problem}",
+        version=manifest.version,
+        rule="base.layout",
+        hint=_HINT,
+    )
+
+
+def _name(base: BaseRef) -> str:
+    return f"{base.checkpoint!r:.200}" + ("" if base.revision is None else f" at revision {base.revision!r:.80}")

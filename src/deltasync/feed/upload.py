@@ -11,16 +11,14 @@ from contextlib import suppress
 from copy import copy
 
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError, StoreError
-from deltasync.feed.log import Log, manifest_key, parse_manifest
+from deltasync.feed.log import Log, manifest_key, read_stored
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.sealed import FeedRecord
 from deltasync.store import file_path
-from deltasync.store.leased import LeasedStore, UnfencedStore, creating
+from deltasync.store.fencing import LeasedStore, UnfencedStore, creating, probe_clock, probe_fencing, probe_put
 from deltasync.store.patient import PatientStore
-from deltasync.store.probe import probe_clock, probe_fencing, probe_put
 from deltasync.store.protocol import Data, ObjectInfo, Store
-from deltasync.store.reading import get_manifest, with_reread
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +96,11 @@ class Upload:
         if not self._fences():
             self._lease = LeasedStore(self.patient, self.id, clock=self.clock)
             self._lease.take()
-        self._require_feed()
+        if self.log.feed() is None:
+            record = FeedRecord(secrets.token_hex(8), int(self.clock()))
+            store = self.patient if self._lease is None else UnfencedStore(self.patient)
+            if store.create(keys.FEED, record.to_bytes()):
+                logger.info("a new feed begins at %s", self.store.url)
         return self.log.head()
 
     def put(self, data: Data, ref: PayloadRef | None = None, *, keep: bool = False) -> PayloadRef:
@@ -224,32 +226,16 @@ class Upload:
         )
         raise InvalidInputError(f"{folder} is not empty and has no feed: it has {found}", hint=hint)
 
-    def _require_feed(self) -> None:
-        if self.log.feed() is None:
-            record = FeedRecord(secrets.token_hex(8), int(self.clock()))
-            store = self.patient if self._lease is None else UnfencedStore(self.patient)
-            if store.create(keys.FEED, record.to_bytes()):
-                logger.info("a new feed begins at %s", self.store.url)
-
     def _settle(self, key: str, data: bytes) -> None:
         """The object exists: equal bytes mean that we created it, and a response was lost. Else ConflictError."""
-
-        def read() -> tuple[bytes | None, str]:
-            stored = self._stored(key)
-            if stored is None or stored == data:
-                return stored, "an unknown writer"
-            return stored, f"writer {parse_manifest(key, stored).writer}"
-
-        stored, writer = with_reread(read)
+        stored: bytes | None = None
+        writer = "an unknown writer"
+        with suppress(NotFoundError):
+            manifest, stored = read_stored(self.store, key)
+            writer = f"writer {manifest.writer}"
         if stored == data:
             return
         hint = "another trainer writes to this feed: stop one of the two"
         if writer == f"writer {self.id}":
             hint = "an earlier attempt of this writer succeeded: reopen the feed and continue from its head"
         raise ConflictError(f"{key} was committed by {writer}, this is writer {self.id}", key=key, hint=hint)
-
-    def _stored(self, key: str) -> bytes | None:
-        try:
-            return get_manifest(self.store, key)
-        except NotFoundError:
-            return None

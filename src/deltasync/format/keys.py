@@ -106,6 +106,11 @@ def parse_skip_key(key: str) -> tuple[int, int] | None:
     return None if start is None or end is None or end - start < 2 else (start, end)
 
 
+def is_manifest_key(key: str) -> bool:
+    """Whether a manifest may be under this key: of a version, an anchor or a skip."""
+    return parse_version_key(key) is not None or parse_anchor_key(key) is not None or parse_skip_key(key) is not None
+
+
 def parse_payload_key(key: str) -> str | None:
     """The SHA-256 of the payload under this key."""
     match = _PAYLOAD.fullmatch(key)

@@ -10,7 +10,7 @@ from typing import get_args
 from deltasync import arguments
 from deltasync.checkpoint import new_checkpoint, require_space
 from deltasync.errors import CorruptError, InvalidInputError, MismatchError, NotFoundError
-from deltasync.feed.files import find_files
+from deltasync.feed.fetch import find_files
 from deltasync.feed.log import Log
 from deltasync.feed.route import Route
 from deltasync.files import make_folder, release_folder, sync_file, sync_folder, temporary_folder_beside

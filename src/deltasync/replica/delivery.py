@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from deltasync.errors import CorruptError, DeltasyncError, InvalidInputError
-from deltasync.feed.files import find_files
+from deltasync.feed.fetch import find_files
 from deltasync.feed.log import Log
 from deltasync.feed.route import Route
 from deltasync.files import locked

@@ -1,4 +1,4 @@
-"""The store protocol: seven verbs on objects under keys, and the checks that all adapters share.
+"""The store protocol: seven verbs on objects under keys, the checks that all adapters share, and bounded reads.
 
 Keys are relative to the store's own prefix: ASCII parts joined by `/`, as `format.keys` builds them. Every adapter
 translates the errors of its client into those of `deltasync.errors`; `deltasync.testing.StoreConformance` tests
@@ -6,13 +6,18 @@ this contract.
 """
 
 import errno
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from deltasync.errors import InvalidInputError
+from deltasync.errors import CorruptError, FormatError, InvalidInputError
+from deltasync.format import limits
 from deltasync.parallel import Closable
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 Data = bytes | bytearray | memoryview
 
@@ -133,6 +138,45 @@ def require_range(key: str, offset: int, length: int) -> None:
 def byte_view(data: Data) -> memoryview:
     """The bytes of `data`, without a copy."""
     return memoryview(data).cast("B")
+
+
+def get_record(store: Store, key: str) -> bytes:
+    """A small record. Of an object that is too large for one, only as much as a reader needs to refuse it."""
+    return store.get_range(key, 0, limits.RECORD_BYTES_MAX + 1)
+
+
+def get_manifest(store: Store, key: str) -> bytes:
+    """A manifest, read up to its limit as `get_record` does. Most are short: one range is enough for them."""
+    start = get_record(store, key)
+    if len(start) <= limits.RECORD_BYTES_MAX:
+        return start
+    return start + store.get_range(key, len(start), limits.MANIFEST_BYTES_MAX + 1 - len(start))
+
+
+def with_reread(read: Callable[[], _T]) -> _T:
+    """The result of `read`, which is called once more if what arrived is damaged: the wire may be to blame.
+
+    It is not to blame for an object that is too large, which is read once.
+    """
+    try:
+        return read()
+    except (CorruptError, FormatError) as error:
+        if error.rule is not None and error.rule.endswith(".size"):
+            raise
+        logger.info("reading it again: %s", error)
+        return read()
+
+
+def read_parsed(
+    store: Store, key: str, parse: Callable[[bytes], _T], *, get: Callable[[Store, str], bytes] = get_record
+) -> tuple[_T, bytes]:
+    """A small object as `parse` reads it, and its bytes."""
+
+    def read() -> tuple[_T, bytes]:
+        data = get(store, key)
+        return parse(data), data
+
+    return with_reread(read)
 
 
 class WrapperStore(Store):

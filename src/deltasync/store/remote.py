@@ -17,9 +17,10 @@ import obstore
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from deltasync.errors import InvalidInputError, NotFoundError, StoreError
+from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError, StoreError
 from deltasync.store.account import KINDS, read_account
 from deltasync.store.protocol import (
+    MAY_PASS,
     Capabilities,
     Data,
     ObjectInfo,
@@ -30,7 +31,6 @@ from deltasync.store.protocol import (
     require_prefix,
     require_range,
 )
-from deltasync.store.remote_errors import CLIENT_ERRORS, is_not_partial, is_past_the_end, translate
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -56,6 +56,30 @@ _CLIENTS: dict[str, type[S3Store] | type[GCSStore] | type[AzureStore]] = {
 }
 
 Connect = Callable[[float], "ObjectStore"]
+
+CLIENT_ERRORS = (exceptions.BaseError, OSError)
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,80})</Code>|\(code: ([A-Za-z0-9]{1,80})\)")
+_ORIGIN = re.compile(r"performing [A-Z]+ (https?://[^/?\s@]+)")
+_REASON = re.compile(r'(?:message|error): "([^"]{1,200})"')
+_OS_ERROR = re.compile(r"(?:\(os error |\[Errno )(\d{1,4})[)\]]")
+_BROKEN = re.compile(r"kind: (?:Connect|Request|Timeout|Interrupted|Decode|Body)\b|error decoding response body")
+
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified (?:container|bucket) does not exist")
+_NO_LOGIN = re.compile(r"/latest/api/token|/latest/meta-data|computeMetadata|metadata/identity")
+_WRONG_LOGIN = frozenset({
+    "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "InvalidSecurity",
+    "AuthenticationFailed", "AuthorizationFailure", "InvalidAuthenticationInfo", "NoAuthenticationInformation",
+})  # fmt: skip
+_WRONG_REGION = re.compile(r"AuthorizationHeaderMalformed|PermanentRedirect|incorrectly configured region")
+_WRONG_CLOCK = frozenset({"RequestTimeTooSkewed", "RequestExpired"})
+_MAY_PASS = frozenset({"408", "409", "429", "500", "502", "503", "504"})
+_FULL = frozenset(
+    {"507", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "InsufficientAccountPermissions"}
+)
+
+_HINT_LOGIN = "check the keys in the environment or the profile, and that they belong to this endpoint"
 
 # The threads of obstore's runtime belong to the process of the first request; a fork does not copy them.
 _runtime_pid: int | None = None
@@ -269,3 +293,75 @@ def _safe_offset(folder: str, beginning: str, after: str) -> str | None:
         start = max(start, after[len(folder) :])
     name = re.split(r"[-./]", start, maxsplit=1)[0][:-1]
     return None if name == "" else folder + name
+
+
+# obstore has few error classes, and has the status and the code of a response only in its message: it is parsed here.
+# Only the status, the code and the reason are passed on, because the rest may hold parts of a signed request.
+
+
+def is_past_the_end(error: Exception) -> bool:
+    """Whether a range began after the end of the object."""
+    text = _message(error)
+    return _first_group(_STATUS, text) == "416" or "Wanted range starting at" in text
+
+
+def is_not_partial(error: Exception) -> bool:
+    """Whether the server sent the whole object instead of a range, as some gateways do if the range covers it."""
+    return "non-partial response" in _message(error)
+
+
+def translate(error: Exception, what: str, key: str, *, of_object: bool = True) -> DeltasyncError:
+    """The error to raise; `what` begins its message. `of_object`: the operation is on an object that may be missing."""
+    if of_object and isinstance(error, FileNotFoundError) and _NO_BUCKET.search(str(error)) is None:
+        return NotFoundError(f"{what}: it does not exist", key=key)
+
+    def failure(reason: str, hint: str, *, transient: bool = False) -> StoreError:
+        return StoreError(f"{what}: {reason}", transient=transient, hint=hint, key=key)
+
+    whole, text = str(error), _message(error)
+    status, code = _first_group(_STATUS, text), _first_group(_CODE, text)
+    detail = " ".join(part for part in (status, code) if part is not None)
+    # The store refused the request: wrong bucket, credentials, region, clock or permission.
+    if _NO_BUCKET.search(text) is not None:
+        return failure("the bucket does not exist", "create it, or correct its name and the endpoint")
+    if _NO_LOGIN.search(text) is not None:
+        return failure("there are no credentials", "set them in the environment, or in a profile (docs/stores.md)")
+    if status == "507" or code in _FULL:
+        return failure(f"the store is full ({detail})", "free some space or raise the quota, then go on")
+    if code in _WRONG_CLOCK:
+        # After a sleep the clock is late until it is set, and a request that slept is too old: both pass.
+        return failure(f"the clocks disagree ({detail})", "set the clock of this machine, then retry", transient=True)
+    if _WRONG_REGION.search(text) is not None:
+        return failure(f"the bucket is in another region ({detail})", "set AWS_REGION to the bucket's region")
+    if code in _WRONG_LOGIN or status == "401" or isinstance(error, exceptions.UnauthenticatedError):
+        return failure(f"the credentials are not accepted ({detail})", _HINT_LOGIN)
+    if status == "403" or code == "AccessDenied" or isinstance(error, exceptions.PermissionDeniedError):
+        return failure(f"not allowed ({detail})", "to follow needs read and list, to publish write and delete as well")
+    if status is not None:
+        # Throttling, conflicts and server errors pass; an upload that the server has lost can be repeated.
+        transient = status in _MAY_PASS or code == "NoSuchUpload"
+        hint = "retry" if transient else "check that the endpoint speaks the protocol of S3, Google or Azure"
+        return failure(f"the store answered {detail}", hint, transient=transient)
+    # There was no response: the connection or the client failed.
+    said = _first_group(_REASON, whole)
+    if "InvalidCertificate" in whole:
+        return failure("its certificate is not trusted", "name that of its authority in AWS_CA_BUNDLE")
+    if _BROKEN.search(whole) is not None:
+        where = _first_group(_ORIGIN, whole) or "the store"
+        reason = f"{where} cannot be reached: {said or 'no response'}"
+        return failure(reason, "check the endpoint and the network, then retry", transient=True)
+    number = _first_group(_OS_ERROR, whole)
+    if number is not None and int(number) in MAY_PASS:
+        hint = "check the network and the limits of this machine, then retry"
+        return failure(os.strerror(int(number)), hint, transient=True)
+    return failure(said or type(error).__name__, "check the URL and the settings of the store")
+
+
+def _message(error: Exception) -> str:
+    return str(error).partition("\n\nDebug source:")[0]
+
+
+def _first_group(pattern: re.Pattern[str], text: str) -> str | None:
+    """What the pattern captures where it is found first."""
+    match = pattern.search(text)
+    return None if match is None else next(group for group in match.groups() if group is not None)

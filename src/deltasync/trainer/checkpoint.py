@@ -16,7 +16,7 @@ from deltasync.format.weights import Weights
 from deltasync.parallel import Progress, counting
 from deltasync.state import load
 from deltasync.store import Feed, opened
-from deltasync.store.probe import PATIENCE_S
+from deltasync.store.fencing import PATIENCE_S
 from deltasync.trainer.versions import Metadata, VersionWriter
 
 _Path = str | os.PathLike[str]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from deltasync.errors import InvalidInputError
 from deltasync.observe import Collector, Family, families, phases_of, registered, require_client, total
 from deltasync.trainer.events import PublishEvent
-from deltasync.upkeep.metrics import Role, upkeep_metrics
-from deltasync.upkeep.stats import Upkeep
+from deltasync.upkeep.stats import Role, Upkeep, upkeep_metrics
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

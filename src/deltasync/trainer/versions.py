@@ -24,7 +24,7 @@ from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef, Timel
 from deltasync.format.payload import Block, PayloadHeader, grouped, write_payload
 from deltasync.format.weights import Changes, Readable, Runs, Weights
 from deltasync.parallel import Progress, counting, each, threads
-from deltasync.store.probe import not_kept
+from deltasync.store.fencing import not_kept
 from deltasync.trainer.events import CaptureTime, CommittedVersion
 from deltasync.trainer.group import Alone, Group
 from deltasync.trainer.schedule import AnchorSchedule

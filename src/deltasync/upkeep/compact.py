@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from deltasync import blocks
@@ -32,17 +32,6 @@ logger = logging.getLogger(__name__)
 
 LEVELS = (4, 16, 64)
 RETRY_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Where the next skip of a level starts."""
-
-    level: int
-    past: Past
-
-    def is_due(self, at: Manifest) -> bool:
-        return at.version > self.past.at.version and at.version % self.level == 0
 
 
 def compact(feed: Feed, *, levels: Sequence[int] = LEVELS, retry_s: float = RETRY_S) -> tuple[Manifest, ...]:
@@ -91,7 +80,8 @@ class Compactor:
         self._head: Manifest | None = None
         self._first = 0
         """No skip starts before this version: what is there was pruned or is damaged."""
-        self._windows: list[_Window] = []
+        self._pasts: list[Past] = []
+        """Of each level, where its next skip starts."""
 
     def advance(self) -> Iterator[Manifest]:
         """Write the missing skips up to the head, and return each as it is committed.
@@ -99,42 +89,47 @@ class Compactor:
         If there is nothing to do, this is one small request.
         """
         with self.upkeep.attempt(self._store):
-            yield from self._advance()
-
-    def _advance(self) -> Iterator[Manifest]:
-        newer = self._log.head(after=None if self._head is None else self._head.version)
-        self._head = newer or self._head or self._log.require_head()
-        self.upkeep.head = self._head.version
-        at = self._state.at
-        if at is not None and not self._is_behind(at, self._head):
-            return
-        lowest = self._log.floor() if at is None else self._windows[-1].past.at.version
-        known = set(self._log.skips(start=lowest))
-        if at is None:
-            self._start(lowest, self._head, known)
-        while (at := self._state.at) is not None and self._is_behind(at, self._head):
-            yield from self._close(at, known)
-            end = self._next_end(at)
-            if end <= self._head.version:
+            newer = self._log.head(after=None if self._head is None else self._head.version)
+            self._head = head = newer or self._head or self._log.require_head()
+            self.upkeep.head = head.version
+            at = self._state.at
+            if at is not None and not self._is_behind(at, head):
+                return
+            lowest = self._log.floor() if at is None else self._pasts[-1].at.version
+            known = set(self._log.skips(start=lowest))
+            if at is None:
+                self._start(lowest, head, known)
+            while (at := self._state.at) is not None and self._is_behind(at, head):
+                yield from self._close(at, known)
+                end = self._next_end(at)
+                if end > head.version:
+                    continue
                 try:
                     with self.upkeep.phase("replay"):
-                        self._move(self._log.read(end))
+                        self._state.advance(Route(self._log, self._log.read(end)))
+                        if self._pasts[0].is_lost:
+                            # All weights were cheaper than the changes, or the model is another one: no skip leads
+                            # over that.
+                            self._open_windows()
                     self.upkeep.version = end
                 except (CorruptError, MismatchError, NotFoundError) as error:
                     logger.warning("no skip leads to version %d: %s", end, error)
                     self._first = end
-                    self._start(self._log.floor(), self._head, known)
+                    self._start(self._log.floor(), head, known)
 
     def _is_behind(self, at: Manifest, head: Manifest) -> bool:
         """Whether a skip that ends at this version is left to write, or a later version to move to."""
-        return any(window.is_due(at) for window in self._windows) or self._next_end(at) <= head.version
+        return self._next_end(at) <= head.version or any(
+            _is_due(level, past, at) for level, past in zip(self._levels, self._pasts, strict=True)
+        )
 
     def _next_end(self, at: Manifest) -> int:
         return (at.version // self._levels[0] + 1) * self._levels[0]
 
     def _start(self, floor: int, head: Manifest, known: set[tuple[int, int]]) -> None:
         """Load the version where the first missing skip starts, if there is one that can be loaded."""
-        self._state = State()
+        # The old weights go first: there may be no memory for both.
+        self._pasts, self._state = [], State()
         first = max(floor, self._first)
         starts = {
             start
@@ -145,7 +140,9 @@ class Compactor:
         for start in sorted(starts):
             try:
                 with self.upkeep.phase("replay"):
-                    self._load(self._log.read(start))
+                    manifest = self._log.read(start)
+                    self._state = State(load(self._log, manifest), manifest)
+                    self._open_windows()
                 self.upkeep.version = start
             except (CorruptError, MismatchError, NotFoundError) as error:
                 logger.warning("no skip can start at version %d: %s", start, error)
@@ -153,41 +150,27 @@ class Compactor:
             else:
                 return
 
-    def _load(self, manifest: Manifest) -> None:
-        """Hold a version that no change leads to from the one before."""
-        # The old weights go first: there may be no memory for both.
-        self._windows, self._state = [], State()
-        self._state = State(load(self._log, manifest), manifest)
-        self._open_windows()
-
     def _open_windows(self) -> None:
         """Let the first skip of every level start at the version that is held."""
-        self._windows = [_Window(level, self._state.past()) for level in self._levels]
+        self._pasts = [self._state.past() for _ in self._levels]
         # The levels above get their steps from the one below: what came back in between is left out.
-        self._state.pasts = [self._windows[0].past]
-
-    def _move(self, target: Manifest) -> None:
-        """Go to another version, and keep what its changes replace."""
-        self._state.advance(Route(self._log, target))
-        if self._windows[0].past.is_lost:
-            # All weights were cheaper than the changes, or the model is another one: no skip leads over that.
-            self._open_windows()
+        self._state.pasts = self._pasts[:1]
 
     def _close(self, at: Manifest, known: set[tuple[int, int]]) -> Iterator[Manifest]:
         """Write the skips that end at this version, the lowest level first."""
-        for window, above in zip(self._windows, [*self._windows[1:], None], strict=True):
-            if not window.is_due(at):
+        for level, past, above in zip(self._levels, self._pasts, [*self._pasts[1:], None], strict=True):
+            if not _is_due(level, past, at):
                 continue
-            start = window.past.at
+            start = past.at
             skip = None
-            if at.version - start.version == window.level and (start.version, at.version) not in known:
+            if at.version - start.version == level and (start.version, at.version) not in known:
                 with self.upkeep.phase("encode"):
-                    coded = blocks.encode_difference(window.past, self._state.require_weights())
+                    coded = blocks.encode_difference(past, self._state.require_weights())
                 skip = self._commit(start, at, coded)
             if above is not None:
                 with self.upkeep.phase("encode"):
-                    above.past.absorb(window.past)
-            window.past.restart(at)
+                    above.absorb(past)
+            past.restart(at)
             if skip is not None:
                 yield skip
 
@@ -202,7 +185,10 @@ class Compactor:
                 hint="the memory of this machine may be faulty: run it again",
             )
         with self.upkeep.phase("encode"):
-            payloads = [self._payload(start, end, group) for group in grouped(coded)]
+            layout, payloads = self._state.require_weights().layout, []
+            for group in grouped(coded):
+                digest = sum((block.digest for block in group), start.digest)
+                payloads.append(write_payload(PayloadHeader("delta", layout, start.digest, digest, end.version), group))
         skip = replace(
             end,
             kind="skip",
@@ -229,13 +215,12 @@ class Compactor:
         self._upload.forget(skip.refs)
         return skip
 
-    def _payload(self, start: Manifest, end: Manifest, group: Sequence[Block]) -> bytes:
-        digest = sum((block.digest for block in group), start.digest)
-        return write_payload(
-            PayloadHeader("delta", self._state.require_weights().layout, start.digest, digest, end.version), group
-        )
-
     def _put(self, payloads: Iterable[bytes]) -> None:
         with self.upkeep.phase("put"):
             for data in payloads:
                 self._upload.put(data)
+
+
+def _is_due(level: int, past: Past, at: Manifest) -> bool:
+    """Whether a skip of this level ends at a version."""
+    return at.version > past.at.version and at.version % level == 0

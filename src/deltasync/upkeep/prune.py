@@ -7,7 +7,7 @@ must find that its next version exists, however old it is.
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from deltasync.arguments import instance, seconds, whole_number
@@ -19,8 +19,8 @@ from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import FloorRecord, Heartbeat, Pin
 from deltasync.parallel import each
 from deltasync.store import Feed, opened
+from deltasync.store.fencing import PATIENCE_S, probe_clock
 from deltasync.store.patient import PatientStore
-from deltasync.store.probe import PATIENCE_S, probe_clock
 from deltasync.store.protocol import Store
 from deltasync.upkeep.stats import Upkeep
 from deltasync.upkeep.survey import ORPHAN_S, Known, Survey, is_given_up, manifest_items, reachable, survey
@@ -77,17 +77,8 @@ class Pruning:
     """The keys of all manifests that were read: what a later one names is no orphan."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "floor": self.floor,
-            "keys": list(self.keys),
-            "payload_bytes": self.payload_bytes,
-            "orphans": self.orphans,
-            "held_by": list(self.held_by),
-            "versions": list(self.versions),
-            "young_orphans": self.young_orphans,
-            "young_orphan_bytes": self.young_orphan_bytes,
-            "pinned": list(self.pinned),
-        }
+        shown = ((each.name, getattr(self, each.name)) for each in fields(self) if each.compare)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in shown}
 
 
 def plan_prune(feed: Feed, retention: Retention, *, clock: Callable[[], float] = time.time) -> Pruning:
@@ -104,7 +95,10 @@ def _plan(
     # Read before everything else: a payload that is put and committed while this process sleeps is young.
     started_unix_s = clock()
     contents = survey(log, known, young_unix_s=started_unix_s - ORPHAN_S)
-    _require_readable(contents)
+    for key, error in contents.damaged.items():
+        raise _unreadable(key, error)
+    for gap in contents.gaps():
+        raise _unreadable(keys.version_key(gap[0]), NotFoundError(f"version {gap[0]} is missing"))
     floor = _floor(contents, retention, started_unix_s)
     live = [beat for beat in log.heartbeats() if is_live(beat, clock())]
     behind = [beat for beat in live if beat.version is not None and beat.version < floor]
@@ -217,20 +211,19 @@ def _pinned_edges(contents: Survey, pins: Collection[Pin]) -> list[Edge]:
         manifest = contents.versions.get(pin.version)
         if manifest is None or manifest.digest.hex != pin.digest:
             raise _broken_pin(pin, "the feed does not have this version with the digest that was pinned")
-    usable = (edge for edge in contents.edges() if contents.holds(edge) and _is_linked(contents, edge))
+
+    def is_linked(edge: Edge) -> bool:
+        """Whether an edge leads from and to the digests of its versions."""
+        ends = ((edge.start, edge.manifest.parent_digest), (edge.end, edge.manifest.digest))
+        known = contents.versions
+        return all(at is None or (at in known and known[at].digest == digest) for at, digest in ends)
+
+    usable = (edge for edge in contents.edges if contents.holds(edge) and is_linked(edge))
     paths = cheapest_paths(usable, ends={pin.version for pin in pins}) if pins else {}
     for pin in pins:
         if pin.version not in paths:
             raise _broken_pin(pin, "an object that this version is built on is missing")
     return [edge for path in paths.values() for edge in path]
-
-
-def _is_linked(contents: Survey, edge: Edge) -> bool:
-    """Whether an edge leads from and to the digests of its versions."""
-    ends = ((edge.start, edge.manifest.parent_digest), (edge.end, edge.manifest.digest))
-    return all(
-        at is None or (at in contents.versions and contents.versions[at].digest == digest) for at, digest in ends
-    )
 
 
 def _broken_pin(pin: Pin, message: str) -> CorruptError:
@@ -270,14 +263,6 @@ def _is_older(store: Store, key: str, before_unix_s: float, clock: Callable[[], 
             return is_older
 
 
-def _require_readable(contents: Survey) -> None:
-    errors: dict[str, DeltasyncError] = dict(contents.damaged)
-    for gap in contents.gaps():
-        errors.setdefault(keys.version_key(gap[0]), NotFoundError(f"version {gap[0]} is missing"))
-    for key, error in errors.items():
-        raise _unreadable(key, error)
-
-
 def _unreadable(key: str, error: DeltasyncError) -> CorruptError:
     return _damaged(f"{key} cannot be read, so it is not known which payloads it needs: {error.message}", key)
 
@@ -299,7 +284,7 @@ def _floor(contents: Survey, retention: Retention, now_unix_s: float) -> int:
     if retention.age_s is not None:
         since_unix_s = now_unix_s - retention.age_s
         newest = min([newest, *(v for v, unix_s in contents.committed_unix_s.items() if unix_s >= since_unix_s)])
-    starts = sorted({edge.end for edge in contents.edges() if edge.start is None and contents.holds(edge)})
+    starts = sorted({edge.end for edge in contents.edges if edge.start is None and contents.holds(edge)})
     fitting = [v for i, v in enumerate(starts) if len(starts) - i >= retention.anchors and v <= newest]
     return max(fitting, default=0)
 
@@ -313,9 +298,11 @@ def _pruning(
     pinned = {edge.key for edge in _pinned_edges(contents, below)}
     gone: list[Edge] = []
     kept: list[Edge] = []
-    for edge in contents.edges():
-        (gone if _goes(edge, floor, oldest) and edge.key not in pinned else kept).append(edge)
-    reached = reachable(filter(contents.holds, contents.edges())) - reachable(filter(contents.holds, kept))
+    for edge in contents.edges:
+        # A live replica needs what leads on from the oldest version that one of them has.
+        is_unused = is_given_up(edge, floor) and (edge.start is None or edge.start < oldest)
+        (gone if is_unused and edge.key not in pinned else kept).append(edge)
+    reached = reachable(filter(contents.holds, contents.edges)) - reachable(filter(contents.holds, kept))
     # A skip may lead to a version that was committed after the versions were listed: its delta is not seen, and stays.
     lost = {version for version in reached if contents.head is not None and version <= contents.head}
     if lost and max(lost) >= floor:
@@ -343,14 +330,9 @@ def _pruning(
         young_orphan_bytes=sum(item.nbytes for item in young),
         pinned=tuple(sorted(pin.name for pin in below)),
         pins=frozenset(contents.pins),
-        manifests=frozenset(edge.key for edge in contents.edges()),
+        manifests=frozenset(edge.key for edge in contents.edges),
     )
     return pruning, kept
-
-
-def _goes(edge: Edge, floor: int, oldest: int) -> bool:
-    """Whether an edge is given up and no live replica, the oldest of which is at `oldest`, needs it."""
-    return is_given_up(edge, floor) and (edge.start is None or edge.start < oldest)
 
 
 def _files(manifests: Iterable[Manifest]) -> set[str]:

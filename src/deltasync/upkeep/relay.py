@@ -9,10 +9,11 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 from deltasync.errors import (
@@ -24,7 +25,7 @@ from deltasync.errors import (
     NotFoundError,
 )
 from deltasync.feed.fetch import fetch
-from deltasync.feed.log import READ_THREADS, RELAY_ENGINE, Log, is_live, parse_manifest
+from deltasync.feed.log import READ_THREADS, RELAY_ENGINE, Log, is_live, read_manifest, read_stored
 from deltasync.feed.plan import Edge
 from deltasync.feed.route import Blocked, Route
 from deltasync.feed.upload import LATE_S, RESUME_S, Upload
@@ -34,8 +35,7 @@ from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat
 from deltasync.parallel import each
 from deltasync.store import Feed, opened
 from deltasync.store.patient import PatientStore
-from deltasync.store.protocol import Store
-from deltasync.store.reading import get_manifest, with_reread
+from deltasync.store.protocol import Store, get_manifest
 from deltasync.upkeep.stats import Upkeep
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Relay:
         self._every = every
         self._has_anchors = anchors
         self._has_skips = skips
-        self._beats = _Beats(self._source, self._copy, clock=clock) if heartbeats else None
+        self._has_heartbeats = heartbeats
         self._clock = clock
         self._is_open = False
         self._record: FeedRecord | None = None
@@ -150,6 +150,9 @@ class Relay:
         self._head: Manifest | None = None
         """The newest version of the source."""
         self._floor = 0
+        self._beats_due_unix_s = 0.0
+        self._beats: dict[str, Heartbeat] = {}
+        """The heartbeats of the copy that the source has, by their replicas there."""
 
     @property
     def version(self) -> int | None:
@@ -207,97 +210,71 @@ class Relay:
         If there is nothing new, this is one small request to the source.
         """
         with self.upkeep.attempt(*self._stores):
-            for sent in self._advance():
+            if not self._is_open:
+                self._open()
+            for sent in chain(self._send_versions(), self._send_others()):
                 self.upkeep.count(f"{sent.kind}_edges")
                 self.upkeep.count("manifest_bytes", sent.manifest_bytes)
                 self.upkeep.count("left_out", sent.left_out)
                 yield sent
 
-    def _advance(self) -> Iterator[Relayed]:
-        if not self._is_open:
-            self._open()
-        self._beat()
-        yield from self._send_versions()
-        yield from self._send_others()
-
     def _send_versions(self) -> Iterator[Relayed]:
-        while self._is_behind():
-            yield from self._send_next()
+        """Send deltas up to the head, or the cheapest edges to it where the copy is new or far behind."""
+        while True:
             self._beat()
-
-    def _beat(self) -> None:
-        if self._beats is None:
-            return
-        try:
-            self._beats.copy(self._at)
-        except DeltasyncError as error:
-            # The copy goes on without them: at worst the source prunes what it needs, and it gets an anchor.
-            self.upkeep.count("heartbeat_failures")
-            logger.warning("cannot copy the heartbeats of %s: %s", self._copy.store.url, error)
-
-    def _is_behind(self) -> bool:
-        head = self._head
-        newer = self._source.head(after=None if head is None else head.version)
-        self._head = newer or head
-        self.upkeep.version, self.upkeep.head = self.version, None if self._head is None else self._head.version
-        return self._head is not None and (self._at is None or self._at.version < self._head.version)
-
-    def _send_next(self) -> Iterator[Relayed]:
-        """Send the next delta, or the cheapest edges to the head where the copy is new or far behind."""
-        sent: list[Relayed] = []
-        try:
-            self._send_to_next(sent)
-        finally:
-            # Also after an error: the edges before it are part of the copy.
-            yield from sent
-
-    def _send_to_next(self, sent: list[Relayed]) -> None:
-        head, at = self._head, self._at
-        if head is None:
-            return
-        targets = [head]
-        if at is None and self._every:
-            targets = [self._first(), head]
-        elif at is not None and (self._every or head.version - at.version <= LAG_MAX):
-            targets = [self._source.read(at.version + 1), head]
-        for target in targets:
-            try:
-                self._send_to(target, sent)
+            at, head = self._at, self._source.head(after=None if self._head is None else self._head.version)
+            self._head = head = head or self._head
+            self.upkeep.version, self.upkeep.head = self.version, None if head is None else head.version
+            if head is None or (at is not None and at.version >= head.version):
                 return
+            target = head
+            if at is None and self._every:
+                # The oldest version that the source promises to keep.
+                target = self._source.read(self._source.floor())
+            elif at is not None and (self._every or head.version - at.version <= LAG_MAX):
+                target = self._source.read(at.version + 1)
+            try:
+                yield from self._send_to(target)
             except NotFoundError as error:
                 # The source has pruned it, or is a copy that left it out: a later version may have a way to it.
-                if target is targets[-1]:
+                if target is head:
                     raise
                 logger.info("version %d is left out: %s", target.version, error)
+                yield from self._send_to(head)
 
-    def _first(self) -> Manifest:
-        """The oldest version that the source promises to keep."""
-        floor = self._source.floor()
-        return self._source.read(floor)
-
-    def _send_to(self, target: Manifest, sent: list[Relayed]) -> None:
+    def _send_to(self, target: Manifest) -> Iterator[Relayed]:
         """Send the cheapest edges to a version, and others where one of them cannot be used."""
         route = Route(self._source, target)
         while self.version != target.version:
             with suppress(Blocked):
                 for edge in route.plan(self.version).edges:
                     with route.using(edge):
-                        sent.append(self._send(edge))
+                        sent = self._send(edge)
+                    yield sent
 
     def _send(self, edge: Edge) -> Relayed:
         """Make an edge part of the copy: payloads, its own manifest, then those of all versions up to its end."""
-        at = -1 if self._at is None else self._at.version
-        version = self._source.read(edge.end)
+        at, version = self._at, self._source.read(edge.end)
         if version.digest != edge.manifest.digest:
             raise CorruptError(f"{edge.key} leads to another digest than version {edge.end}", key=edge.key)
-        self._require_follows(edge)
+        if at is not None:
+            is_next = edge.start == at.version
+            digest = edge.manifest.parent_digest if is_next else self._source.read(at.version).digest
+            if digest != at.digest:
+                raise ConflictError(
+                    f"version {at.version} of {self._source.store.url} has the digest {digest}, and that of "
+                    f"{self._copy.store.url} has {at.digest}",
+                    rule="relay.version",
+                    version=at.version,
+                    hint="the source was rolled back or replaced: choose an empty destination",
+                )
         refs = list(edge.manifest.payloads)
-        if version.files is not None and (self._at is None or self._at.files != version.files):
+        if version.files is not None and (at is None or at.files != version.files):
             refs.append(version.files)
         payload_bytes = sum(self._put(ref) for ref in refs)
         payload_bytes += self._put_again(refs, within_s=LATE_S)
         manifest_bytes = 0
-        between = range(edge.end - 1, at, -1)
+        between = range(edge.end - 1, -1 if at is None else at.version, -1)
         with self.upkeep.phase("commit"):
             if edge.key != keys.version_key(edge.end):
                 manifest_bytes += self._copy_manifest(edge.key)
@@ -319,22 +296,6 @@ class Relay:
             manifest_bytes=manifest_bytes,
             left_out=len(between),
         )
-
-    def _require_follows(self, edge: Edge) -> None:
-        """ConflictError if the source has other weights than the copy under the number of its newest version."""
-        at = self._at
-        if at is None:
-            return
-        is_next = edge.start == at.version
-        digest = edge.manifest.parent_digest if is_next else self._source.read(at.version).digest
-        if digest != at.digest:
-            raise ConflictError(
-                f"version {at.version} of {self._source.store.url} has the digest {digest}, and that of "
-                f"{self._copy.store.url} has {at.digest}",
-                rule="relay.version",
-                version=at.version,
-                hint="the source was rolled back or replaced: choose an empty destination",
-            )
 
     def _send_others(self) -> Iterator[Relayed]:
         """Send anchors and skips, payload by payload: a new version goes first, and they go on after it."""
@@ -381,17 +342,17 @@ class Relay:
             pairs = source.skips(start=self._floor)
             have = set(copy.skips(start=self._floor)) if pairs else set()
             wanted += [keys.skip_key(*pair) for pair in pairs if pair[1] <= newest and pair not in have]
-        return [edge for edge in each(self._other, wanted, waiting=READ_THREADS) if edge is not None]
 
-    def _other(self, key: str) -> Edge | None:
-        """An anchor or a skip of the source, if it can be used."""
-        try:
-            manifest = parse_manifest(key, get_manifest(self._source.store, key))
-            digest = self._copy.read(manifest.version).digest
-        except (CorruptError, FormatError, NotFoundError) as error:
-            logger.info("%s is not copied: %s", key, error)
-            return None
-        return Edge(key, manifest) if manifest.digest == digest else None
+        def usable(key: str) -> Edge | None:
+            try:
+                manifest = read_manifest(source.store, key)
+                digest = copy.read(manifest.version).digest
+            except (CorruptError, FormatError, NotFoundError) as error:
+                logger.info("%s is not copied: %s", key, error)
+                return None
+            return Edge(key, manifest) if manifest.digest == digest else None
+
+        return [edge for edge in each(usable, wanted, waiting=READ_THREADS) if edge is not None]
 
     def _put(self, ref: PayloadRef) -> int:
         """Put a payload, proved by its SHA-256, unless the copy has it. Returns the bytes that were sent."""
@@ -425,13 +386,7 @@ class Relay:
 
     def _copy_manifest(self, key: str) -> int:
         """Copy a manifest, byte for byte; ConflictError if the copy has another one. Returns its size."""
-
-        def read() -> bytes:
-            data = get_manifest(self._source.store, key)
-            parse_manifest(key, data)
-            return data
-
-        data = with_reread(read)
+        _, data = read_stored(self._source.store, key)
         if not self._copy.store.create(key, data):
             self._require_same(key, None, data)
         return len(data)
@@ -454,42 +409,30 @@ class Relay:
 
     def _raise_floor(self, version: int) -> None:
         """Versions before this one cannot be restored from the copy. A pruner has a record of its own."""
-        store = self._copy.store
         if version > self._copy.floor_of(keys.COPY):
-            store.put(keys.COPY, FloorRecord(version).to_bytes())
+            self._copy.store.put(keys.COPY, FloorRecord(version).to_bytes())
         self._floor = max(self._floor, version)
 
-
-class _Beats:
-    """Lets the source know the live replicas of a destination, and how far the copy is."""
-
-    def __init__(self, source: Log, copy: Log, *, clock: Callable[[], float]) -> None:
-        self._source = source
-        self._copy = copy
-        self._clock = clock
-        self._due_unix_s = 0.0
-        self._sent: dict[str, Heartbeat] = {}
-        name = re.sub(r"[^A-Za-z0-9]+", "-", copy.store.url).strip("-")
-        self._prefix = f"{name[-48:].lstrip('-') or 'copy'}."
-
-    def copy(self, at: Manifest | None) -> None:
-        """Copy the heartbeats that have changed, if it is time to look, and delete those of replicas that have left."""
+    def _beat(self) -> None:
+        """Now and then, let the source know the live replicas of the destination, and how far the copy is."""
         now_unix_s = self._clock()
-        if 0 <= self._due_unix_s - now_unix_s <= BEAT_S:
+        if not self._has_heartbeats or 0 <= self._beats_due_unix_s - now_unix_s <= BEAT_S:
             return
-        self._due_unix_s = now_unix_s + BEAT_S
-        live = {self._id(beat.replica): beat for beat in self._copy.heartbeats() if is_live(beat, now_unix_s)}
-        facts: Mapping[str, str] = (
-            {"engine": RELAY_ENGINE} if at is None else {"engine": RELAY_ENGINE, "digest": at.digest.hex}
-        )
-        live[f"{self._prefix}relay"] = Heartbeat("relay", None if at is None else at.version, int(now_unix_s), facts)
-        for replica, beat in live.items():
-            # One that was not written again since expires at the source as it does at the destination.
-            if self._sent.get(replica) != beat:
-                self._source.beat(replace(beat, replica=replica))
-        for replica in self._sent.keys() - live.keys():
-            self._source.store.delete(keys.replica_key(replica))
-        self._sent = live
-
-    def _id(self, replica: str) -> str:
-        return f"{self._prefix}{replica}"[:128]
+        self._beats_due_unix_s = now_unix_s + BEAT_S
+        name = re.sub(r"[^A-Za-z0-9]+", "-", self.destination).strip("-")[-48:].lstrip("-") or "copy"
+        facts = {"engine": RELAY_ENGINE} | ({} if self._at is None else {"digest": self._at.digest.hex})
+        try:
+            found = [beat for beat in self._copy.heartbeats() if is_live(beat, now_unix_s)]
+            live = {f"{name}.{beat.replica}"[:128]: beat for beat in found}
+            live[f"{name}.relay"] = Heartbeat("relay", self.version, int(now_unix_s), facts)
+            for replica, beat in live.items():
+                # One that was not written again since expires at the source as it does at the destination.
+                if self._beats.get(replica) != beat:
+                    self._source.beat(replace(beat, replica=replica))
+            for replica in self._beats.keys() - live.keys():
+                self._source.store.delete(keys.replica_key(replica))
+            self._beats = live
+        except DeltasyncError as error:
+            # The copy goes on without them: at worst the source prunes what it needs, and it gets an anchor.
+            self.upkeep.count("heartbeat_failures")
+            logger.warning("cannot copy the heartbeats of %s: %s", self.destination, error)

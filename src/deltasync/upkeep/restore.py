@@ -5,7 +5,7 @@ import os
 
 from deltasync.arguments import local_path, optional_path, optional_version
 from deltasync.checkpoint import new_checkpoint
-from deltasync.feed.files import find_files
+from deltasync.feed.fetch import find_files
 from deltasync.feed.log import Log
 from deltasync.feed.plan import Plan, plan
 from deltasync.feed.route import Route

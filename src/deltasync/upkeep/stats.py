@@ -1,11 +1,23 @@
-"""What the processes that maintain a feed have done: a compactor, a pruner, a relay. For their metrics and status."""
+"""What the processes that maintain a feed have done: a compactor, a pruner, a relay. Their status and their metrics."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
+from deltasync.observe import Collector, Family
 from deltasync.store.patient import PatientStore
+
+Role = Literal["compactor", "pruner", "relay"]
+
+PHASES: Mapping[Role, tuple[str, ...]] = {
+    "compactor": ("replay", "encode", "put", "commit"),
+    "pruner": ("plan", "delete"),
+    "relay": ("fetch", "put", "commit"),
+}
+"""The phases of each role, in their order."""
 
 
 @dataclass(slots=True)
@@ -65,3 +77,80 @@ class Upkeep:
         if self.error is not None:
             return self.error
         return "it has not succeeded yet" if self.worked_unix_s is None else None
+
+
+_VERSIONS: Mapping[Role, str] = {
+    "compactor": "The version whose weights the compactor holds.",
+    "pruner": "The oldest version from which on everything stays.",
+    "relay": "The newest version of the copy.",
+}
+_FAILURES = {"failures": "Attempts that failed; another follows."}
+_RETRIES = {"retries": "Requests to a store that were made again."}
+_COUNTS: Mapping[Role, Mapping[str, str]] = {
+    "compactor": {
+        **_FAILURES,
+        **_RETRIES,
+        "skips": "Skips that were committed.",
+        "payload_bytes": "Bytes of their payloads.",
+    },
+    "pruner": {
+        **_FAILURES,
+        "runs": "Times that the feed was pruned.",
+        "deleted_objects": "Objects that were deleted.",
+        "deleted_bytes": "Bytes of the payloads that were deleted.",
+    },
+    "relay": {
+        **_FAILURES,
+        **_RETRIES,
+        "payload_bytes": "Bytes of payloads that were sent.",
+        "manifest_bytes": "Bytes of manifests that were sent.",
+        "left_out": "Versions that became part of an edge to a later one.",
+        "heartbeat_failures": "Looks at heartbeats that could not be copied to the source.",
+    },
+}
+_FIGURES: Mapping[str, str] = {
+    "stored_bytes": "Bytes of all payloads of the feed after the last run.",
+    "held_replicas": "Live replicas that are behind, so that the deltas that they need stay.",
+    "held_pins": "Pins of older versions, so that what they need stays.",
+}
+"""What a pruner found."""
+
+_EDGES = ("anchor", "base", "delta", "skip")
+
+
+def upkeep_metrics(role: Role, sources: Mapping[tuple[str, ...], Upkeep]) -> Collector:
+    """The metrics of one role. Relays of one process differ in the label `destination`; other roles have no label."""
+
+    def gauge(name: str, help: str, read: Callable[[Upkeep], float | None]) -> Family:
+        return Family(f"{role}_{name}", help, read)
+
+    def lag(upkeep: Upkeep) -> int | None:
+        return None if upkeep.head is None else upkeep.head - (-1 if upkeep.version is None else upkeep.version)
+
+    worked = "When it last did its work, or found that there was none."
+    families = [
+        gauge("version", _VERSIONS[role], lambda upkeep: upkeep.version),
+        gauge("head", "The newest version of the feed that was seen.", lambda upkeep: upkeep.head),
+        gauge("failing", "1 while it fails.", lambda upkeep: upkeep.error is not None),
+        gauge("last_success_timestamp_seconds", worked, lambda upkeep: upkeep.worked_unix_s),
+    ]
+    for count, help in _COUNTS[role].items():
+        name = "coalesced" if count == "left_out" else count
+        families.append(Family(f"{role}_{name}", help, partial(_counted, count), is_total=True))
+    seconds = lambda upkeep: {phase: upkeep.seconds.get(phase, 0.0) for phase in PHASES[role]}  # noqa: E731
+    families.append(Family(f"{role}_phase_seconds", "Time by phase.", seconds, is_total=True, label="phase"))
+    if role == "pruner":
+        families += [gauge(name, help, partial(_found, name)) for name, help in _FIGURES.items()]
+    if role == "relay":
+        families.append(gauge("lag", "Versions that the copy does not have yet.", lag))
+        edges = lambda upkeep: {kind: _counted(f"{kind}_edges", upkeep) for kind in _EDGES}  # noqa: E731
+        families.append(Family("relay_edges", "Edges that were sent, by kind.", edges, is_total=True, label="kind"))
+    return Collector(families, lambda: sources, ("destination",) if role == "relay" else ())
+
+
+def _counted(name: str, upkeep: Upkeep) -> int:
+    return upkeep.counts.get(name, 0)
+
+
+def _found(name: str, upkeep: Upkeep) -> int | None:
+    return upkeep.figures.get(name)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import TypeVar
 
 from deltasync.errors import DeltasyncError, NotFoundError
@@ -28,11 +28,10 @@ _MISSING_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The manifests that could be read, by version; `damaged` has the errors of the others, by key."""
+    """The manifests that could be read, as edges; `damaged` has the errors of the others, by key."""
 
+    edges: tuple[Edge, ...]
     versions: dict[int, Manifest]
-    anchors: dict[int, Manifest]
-    skips: dict[tuple[int, int], Manifest]
     damaged: dict[str, DeltasyncError]
     payloads: dict[str, ObjectInfo]
     floor: int
@@ -69,15 +68,6 @@ class Survey:
         """Whether all objects that an edge needs are in the store, in their full size."""
         objects = ((self.payloads.get(ref.sha256), ref) for ref in edge.manifest.refs)
         return all(item is not None and item.nbytes == ref.nbytes for item, ref in objects)
-
-    def edges(self) -> Iterator[Edge]:
-        """Every readable manifest as an edge."""
-        for version, manifest in self.versions.items():
-            yield Edge(keys.version_key(version), manifest)
-        for version, manifest in self.anchors.items():
-            yield Edge(keys.anchor_key(version), manifest)
-        for (start, end), manifest in self.skips.items():
-            yield Edge(keys.skip_key(start, end), manifest)
 
 
 class Known:
@@ -118,7 +108,7 @@ class Known:
     def forget(self, contents: Survey, kept: Iterable[Edge]) -> None:
         """Forget versions below the floor of which nothing is in the store and that no edge of `kept` touches."""
         needed = {at for edge in kept for at in (edge.start, edge.end)}
-        read = {edge.key for edge in contents.edges()}
+        read = {edge.key for edge in contents.edges}
         while self.first < contents.floor:
             manifest = contents.versions.get(self.first)
             is_gone = manifest is not None and all(ref.sha256 not in contents.payloads for ref in manifest.refs)
@@ -134,9 +124,9 @@ class Known:
 
 def manifest_items(log: Log, *, after: int | None = None) -> list[ObjectInfo]:
     """The manifests in the listing: those of all versions, or of those after one, and all anchors and skips."""
-    versions = log.store.list(keys.VERSIONS, after=None if after is None else keys.version_key(after))
-    others = (item for prefix in (keys.ANCHORS, keys.SKIPS) for item in log.store.list(prefix))
-    return [item for item in chain(versions, others) if _is_manifest(item.key)]
+    listed = [*log.store.list(keys.VERSIONS, after=None if after is None else keys.version_key(after))]
+    listed += [item for prefix in (keys.ANCHORS, keys.SKIPS) for item in log.store.list(prefix)]
+    return [item for item in listed if keys.is_manifest_key(item.key)]
 
 
 def survey(log: Log, known: Known | None = None, *, young_unix_s: float | None = None) -> Survey:
@@ -190,10 +180,11 @@ def survey(log: Log, known: Known | None = None, *, young_unix_s: float | None =
     if older:
         known.first = (keys.parse_version_key(older[-1].key) or 0) + 1
     floor = noted(log.floor, keys.FLOOR) or 0
+    edges = [Edge(key, manifest) for key, manifest in sorted(manifests.items())]
+    own = [edge for edge in edges if edge.key.startswith(keys.VERSIONS)]
     return Survey(
-        versions=dict(_picked(manifests, keys.parse_version_key)),
-        anchors=dict(_picked(manifests, keys.parse_anchor_key)),
-        skips={pair: m for key, m in manifests.items() if (pair := keys.parse_skip_key(key)) is not None},
+        edges=(*own, *(edge for edge in edges if not edge.key.startswith(keys.VERSIONS))),
+        versions={edge.end: edge.manifest for edge in own},
         damaged=damaged,
         payloads=payloads,
         floor=floor,
@@ -261,15 +252,3 @@ def reachable(edges: Iterable[Edge]) -> set[int]:
 def is_given_up(edge: Edge, floor: int) -> bool:
     """Whether `prune` no longer promises the payloads of an edge."""
     return edge.end < floor if edge.start is None else edge.start < floor
-
-
-def _is_manifest(key: str) -> bool:
-    parsers: tuple[Callable[[str], object], ...] = (keys.parse_version_key, keys.parse_anchor_key, keys.parse_skip_key)
-    return any(parse(key) is not None for parse in parsers)
-
-
-def _picked(manifests: dict[str, Manifest], parse: Callable[[str], int | None]) -> Iterator[tuple[int, Manifest]]:
-    for key, manifest in manifests.items():
-        version = parse(key)
-        if version is not None:
-            yield version, manifest

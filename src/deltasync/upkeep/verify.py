@@ -10,8 +10,7 @@ from typing import Any
 
 from deltasync.arguments import optional_path
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, MismatchError, NotFoundError
-from deltasync.feed.fetch import fetch_payloads
-from deltasync.feed.files import fetch_files
+from deltasync.feed.fetch import fetch_files, fetch_payloads
 from deltasync.feed.log import Log, require_follows
 from deltasync.feed.plan import Edge
 from deltasync.feed.route import open_base
@@ -50,7 +49,7 @@ class DeepCheck:
         self._head = survey.head
         self._base = base
         # The payloads of edges that `prune` gave up are gone.
-        self._edges = [edge for edge in survey.edges() if edge.key not in known_bad and survey.holds(edge)]
+        self._edges = [edge for edge in survey.edges if edge.key not in known_bad and survey.holds(edge)]
         self._bridges = _bridges(self._edges)
         self._count = counting(progress, "verify", sum(edge.nbytes for edge in self._edges))
         self._state = State(scratch=True)
@@ -69,13 +68,27 @@ class DeepCheck:
         ]
 
     def run(self) -> None:
-        """Check every edge once."""
-        for edge in sorted(self._edges, key=lambda edge: (*_walking_order(edge), edge.key in self._bridges)):
+        """Check every edge once, and the files beside the weights."""
+
+        def order(edge: Edge) -> tuple[int, int, bool]:
+            """By version: first the delta that leads to it, then its anchors, then the skips that start from it."""
+            if edge.manifest.kind == "skip" and edge.start is not None:
+                return edge.start, 2, edge.key in self._bridges
+            return edge.end, 0 if edge.start is not None else 1, False
+
+        by_files: dict[PayloadRef, list[Edge]] = {}
+        for edge in sorted(self._edges, key=order):
+            if edge.manifest.files is not None:
+                by_files.setdefault(edge.manifest.files, []).append(edge)
             try:
                 self._check(edge)
             except _DAMAGE as error:
                 self.damaged[edge.key] = error
-        self._check_files()
+        for edges in by_files.values():
+            try:
+                fetch_files(self._log.store, edges[0].manifest, trust_code=True)
+            except _DAMAGE as error:
+                self.damaged.update((edge.key, error) for edge in edges)
 
     def _check(self, edge: Edge) -> None:
         payloads = fetch_payloads(self._log.store, [edge.manifest], verify_blocks=True)
@@ -118,17 +131,6 @@ class DeepCheck:
         if self._count is not None:
             self._count(nbytes)
 
-    def _check_files(self) -> None:
-        by_ref: dict[PayloadRef, list[Edge]] = {}
-        for edge in self._edges:
-            if edge.manifest.files is not None:
-                by_ref.setdefault(edge.manifest.files, []).append(edge)
-        for edges in by_ref.values():
-            try:
-                fetch_files(self._log.store, edges[0].manifest, trust_code=True)
-            except _DAMAGE as error:
-                self.damaged.update((edge.key, error) for edge in edges)
-
 
 def _bridges(edges: Collection[Edge]) -> set[str]:
     """The skips by which the walk goes on where there is no delta: the shortest one from each such version."""
@@ -138,13 +140,6 @@ def _bridges(edges: Collection[Edge]) -> set[str]:
         if edge.start is not None and edge.start not in with_delta:
             shortest.setdefault(edge.start, edge)
     return {edge.key for edge in shortest.values()}
-
-
-def _walking_order(edge: Edge) -> tuple[int, int]:
-    """By version: first the delta that leads to it, then its anchors, then the skips that start from it."""
-    if edge.manifest.kind == "skip" and edge.start is not None:
-        return edge.start, 2
-    return edge.end, 0 if edge.start is not None else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +181,12 @@ class Verification:
         return not self.damages and not self.lost and (self.head is None or bool(self.restorable))
 
     def to_json(self) -> dict[str, Any]:
+        # The versions that damages cost, as ranges, with the keys of those that cost the same ones. By identity:
+        # thousands of damages can share one tuple of as many versions, which takes long to hash.
+        shared: dict[int, tuple[tuple[int, ...], list[str]]] = {}
+        for damage in self.damages:
+            if damage.takes:
+                shared.setdefault(id(damage.takes), (damage.takes, []))[1].append(damage.key)
         return {
             "clean": self.is_clean,
             "deep": self.deep,
@@ -194,23 +195,14 @@ class Verification:
             "lost": list(self.lost),
             "pruned": list(self.pruned),
             "damages": [damage.to_json() for damage in self.damages],
-            "takes": self._takes_json(),
+            "takes": [
+                {"versions": keys.ranges(versions), "keys": list(dict.fromkeys(by))} for versions, by in shared.values()
+            ],
             "unchecked": list(self.unchecked),
             "orphans": self.orphans,
             "orphan_bytes": self.orphan_bytes,
             "young_orphans": self.young_orphans,
         }
-
-    def _takes_json(self) -> list[dict[str, Any]]:
-        """The versions that damages cost, as ranges, with the keys of those that cost the same ones."""
-        # By identity: thousands of damages can share one tuple of as many versions, which takes long to hash.
-        shared: dict[int, tuple[tuple[int, ...], list[str]]] = {}
-        for damage in self.damages:
-            if damage.takes:
-                shared.setdefault(id(damage.takes), (damage.takes, []))[1].append(damage.key)
-        return [
-            {"versions": keys.ranges(versions), "keys": list(dict.fromkeys(by))} for versions, by in shared.values()
-        ]
 
 
 def verify(
@@ -227,12 +219,15 @@ def verify(
     checkpoint that the feed started with.
     """
     with opened(feed) as store:
-        started_unix_s = time.time()
+        young_unix_s = time.time() - ORPHAN_S
         log = Log(store)
-        contents = _survey(log)
-        damages = [Damage(key, error) for key, error in contents.damaged.items()]
-        damages += _broken_links(contents)
-        damages += _missing_payloads(contents)
+        contents = survey(log)
+        for _ in range(_SURVEYS - 1):
+            # New versions may have been committed, and old ones pruned, while the manifests were read.
+            if contents.head is not None and contents.floor > contents.head:
+                contents = survey(log)
+        contents = _checked_floor(log, contents)
+        damages = list(_damages(contents))
         unchecked: list[str] = []
         if deep:
             bad = {damage.key for damage in damages}
@@ -242,26 +237,36 @@ def verify(
             if contents.head is None or log.head(after=contents.head) is None:
                 # Otherwise the feed has gone on meanwhile, and a floor above the head that was read is no damage.
                 contents = _checked_floor(log, contents)
-            gone = [edge for edge in contents.edges() if not contents.holds(edge)]
+            gone = [edge for edge in contents.edges if not contents.holds(edge)]
             given_up = {edge.key for edge in gone if is_given_up(edge, contents.floor)}
             damages += [Damage(key, error) for key, error in check.damaged.items() if key not in given_up]
             unchecked = check.unchecked
-        return _report(contents, damages, unchecked, deep=deep, young_after_unix_s=started_unix_s - ORPHAN_S)
-
-
-def _survey(log: Log) -> Survey:
-    """The survey of a feed whose floor is not above its head: that floor would pass off every version as pruned."""
-    contents = survey(log)
-    for _ in range(_SURVEYS - 1):
-        if contents.head is None or contents.floor <= contents.head:
-            break
-        # New versions may have been committed, and old ones pruned, while the manifests were read.
-        contents = survey(log)
-    return _checked_floor(log, contents)
+        bad = {damage.key for damage in damages}
+        every = contents.all_versions()
+        good = reachable(edge for edge in contents.edges if edge.key not in bad and contents.holds(edge))
+        pruned = {version for version in every - good if version < contents.floor}
+        lost = every - good - pruned
+        # Edges that were pruned on purpose could not be used before the damage either.
+        standing = [edge for edge in contents.edges if edge.key in bad or contents.holds(edge)]
+        taken = _taken(standing, bad, lost, every)
+        named = {ref.sha256 for edge in contents.edges for ref in edge.manifest.refs}
+        orphans = [item for sha256, item in contents.payloads.items() if sha256 not in named]
+        return Verification(
+            head=contents.head,
+            deep=deep,
+            restorable=tuple(sorted(good)),
+            lost=tuple(sorted(lost)),
+            pruned=tuple(sorted(pruned)),
+            damages=tuple(replace(d, takes=taken.get(d.key, ())) for d in [*damages, *_broken_pins(contents, good)]),
+            unchecked=tuple(unchecked),
+            orphans=len(orphans),
+            orphan_bytes=sum(item.nbytes for item in orphans),
+            young_orphans=sum(item.modified_unix_s >= young_unix_s for item in orphans),
+        )
 
 
 def _checked_floor(log: Log, contents: Survey) -> Survey:
-    """The survey with a floor that is above the head as damage, and with nothing pruned by it."""
+    """The survey with a floor that is above the head as damage: it would pass off every version as pruned."""
     head, floor = contents.head, contents.floor
     if head is None or floor <= head:
         return contents
@@ -275,7 +280,10 @@ def _checked_floor(log: Log, contents: Survey) -> Survey:
     return replace(contents, floor=0, damaged={**contents.damaged, key: error})
 
 
-def _broken_links(contents: Survey) -> Iterator[Damage]:
+def _damages(contents: Survey) -> Iterator[Damage]:
+    """What is damaged by the manifests and the listing alone: unreadable manifests, broken links, missing payloads."""
+    for key, error in contents.damaged.items():
+        yield Damage(key, error)
     for gap in contents.gaps():
         key = keys.version_key(gap[0])
         missing = f"version {gap[0]} is missing" if len(gap) == 1 else f"versions {gap[0]} to {gap[-1]} are missing"
@@ -285,24 +293,18 @@ def _broken_links(contents: Survey) -> Iterator[Damage]:
         if before is not None:
             try:
                 require_follows(before, manifest)
-            except CorruptError as error:
-                yield Damage(keys.version_key(version), error)
-    for edge in contents.edges():
+            except CorruptError as broken:
+                yield Damage(keys.version_key(version), broken)
+    for edge in contents.edges:
         for at, digest in ((edge.start, edge.manifest.parent_digest), (edge.end, edge.manifest.digest)):
             known = None if at is None else contents.versions.get(at)
             if known is not None and digest != known.digest and edge.key != keys.version_key(edge.end):
                 message = f"{edge.key} promises the digest {digest} for version {at}, which has {known.digest}"
                 yield Damage(edge.key, CorruptError(message, rule="chain.link", key=edge.key, version=at))
-
-
-def _missing_payloads(contents: Survey) -> Iterator[Damage]:
-    for edge in contents.edges():
-        if is_given_up(edge, contents.floor):
-            continue
-        for ref in edge.manifest.refs:
+    for edge in contents.edges:
+        for ref in () if is_given_up(edge, contents.floor) else edge.manifest.refs:
             key = keys.payload_key(ref.sha256)
             stored = contents.payloads.get(ref.sha256)
-            error: DeltasyncError
             if stored is None:
                 error = NotFoundError(f"{key} is missing, but {edge.key} needs it", rule="payload.missing", key=key)
             elif stored.nbytes != ref.nbytes:
@@ -328,60 +330,13 @@ def _broken_pins(contents: Survey, restorable: Collection[int]) -> Iterator[Dama
         yield Damage(key, error)
 
 
-def _report(
-    contents: Survey, damages: list[Damage], unchecked: list[str], *, deep: bool, young_after_unix_s: float
-) -> Verification:
-    bad = {damage.key for damage in damages}
-    edges = list(contents.edges())
-    every = contents.all_versions()
-    good = reachable(edge for edge in edges if edge.key not in bad and contents.holds(edge))
-    gone = every - good
-    pruned = {v for v in gone if v < contents.floor}
-    # Edges that were pruned on purpose could not be used before the damage either.
-    standing = [edge for edge in edges if edge.key in bad or contents.holds(edge)]
-    taken = _taken(standing, bad, gone - pruned, every)
-    damages = [*damages, *_broken_pins(contents, good)]
-    taken |= {damage.key: () for damage in damages if damage.key not in taken}
-    named = {ref.sha256 for edge in edges for ref in edge.manifest.refs}
-    orphans = [item for sha256, item in contents.payloads.items() if sha256 not in named]
-    return Verification(
-        head=contents.head,
-        deep=deep,
-        restorable=tuple(sorted(good)),
-        lost=tuple(sorted(gone - pruned)),
-        pruned=tuple(sorted(pruned)),
-        damages=tuple(replace(d, takes=taken[d.key]) for d in damages),
-        unchecked=tuple(unchecked),
-        orphans=len(orphans),
-        orphan_bytes=sum(item.nbytes for item in orphans),
-        young_orphans=sum(item.modified_unix_s >= young_after_unix_s for item in orphans),
-    )
-
-
 def _taken(edges: list[Edge], bad: Collection[str], lost: set[int], every: set[int]) -> dict[str, tuple[int, ...]]:
     """The lost versions that each damage alone would cost, by the key that it is about."""
     always = (every - reachable(edges)) & lost
     # One tuple for all damages that cost no more than this: there can be thousands of both.
     always_sorted = tuple(sorted(always))
-    needed = _needed(edges, bad, lost)
-    taken: dict[str, tuple[int, ...]] = {}
-    for key in bad:
-        without = always
-        if key in needed:
-            without = (every - reachable(edge for edge in edges if edge.key != key)) & lost
-        version = keys.parse_version_key(key)
-        # An unreadable manifest is not among the edges: its version is lost too.
-        if version is not None and version in lost and version not in without:
-            without = without | {version}
-        taken[key] = always_sorted if without is always else tuple(sorted(without))
-    return taken
-
-
-def _needed(edges: list[Edge], bad: Collection[str], lost: Collection[int]) -> set[str]:
-    """Damaged edges without which a lost version may be out of reach. Any number of others costs no time.
-
-    Each version is reached by one edge, an undamaged one where there is one; the paths to the lost versions count.
-    """
+    # Damaged edges without which a lost version may be out of reach: any number of others costs no time. Each version
+    # is reached by one edge, an undamaged one where there is one; the paths to the lost versions count.
     reached: dict[int | None, Edge | None] = {None: None}
     for edge in sorted(edges, key=lambda edge: (edge.end, edge.key in bad)):
         if edge.start in reached:
@@ -392,4 +347,14 @@ def _needed(edges: list[Edge], bad: Collection[str], lost: Collection[int]) -> s
         while step is not None and step.key not in needed:
             needed.add(step.key)
             step = reached[step.start]
-    return needed & set(bad)
+    taken: dict[str, tuple[int, ...]] = {}
+    for key in bad:
+        without = always
+        if key in needed:
+            without = (every - reachable(edge for edge in edges if edge.key != key)) & lost
+        own = keys.parse_version_key(key)
+        # An unreadable manifest is not among the edges: its version is lost too.
+        if own is not None and own in lost and own not in without:
+            without = without | {own}
+        taken[key] = always_sorted if without is always else tuple(sorted(without))
+    return taken

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from deltasync.checkpoint import WHOLE_NAME, open_checkpoint, write_companion
 from deltasync.errors import DeltasyncError, InvalidInputError
-from deltasync.feed.files import find_files
+from deltasync.feed.fetch import find_files
 from deltasync.feed.log import Log
 from deltasync.feed.route import Blocked, Route
 from deltasync.files import locked

@@ -15,10 +15,9 @@ from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store
 from deltasync.testing.faulty import Fault, FaultyStore, at
 from deltasync.upkeep.compact import Compactor
-from deltasync.upkeep.metrics import PHASES, upkeep_metrics
 from deltasync.upkeep.prune import Pruner, Retention
 from deltasync.upkeep.relay import Relay, Relayed
-from deltasync.upkeep.stats import Upkeep
+from deltasync.upkeep.stats import PHASES, Upkeep, upkeep_metrics
 
 Samples = dict[tuple[str, ...], float]
 

@@ -10,10 +10,10 @@ from support.servers import Proxy, proxied
 
 from deltasync.errors import StoreError
 from deltasync.store import open_store
+from deltasync.store.fencing import PATIENCE_S, probe_fencing
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.store.patient import PatientStore
-from deltasync.store.probe import PATIENCE_S, probe_fencing
 from deltasync.store.protocol import Capabilities, Data, Store
 
 

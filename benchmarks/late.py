@@ -32,7 +32,8 @@ from deltasync.format.layout import Layout
 from deltasync.format.weights import Weights, zeros
 from deltasync.state import Applied, State, load
 from deltasync.store.local import LocalStore
-from deltasync.store.protocol import ObjectInfo, Store, WrapperStore
+from deltasync.store.patient import WrapperStore
+from deltasync.store.protocol import ObjectInfo, Store
 from deltasync.upkeep.compact import LEVELS
 
 Levels = tuple[int, ...]

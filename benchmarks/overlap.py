@@ -22,7 +22,8 @@ from deltasync.feed.log import Log
 from deltasync.feed.route import Route
 from deltasync.state import State
 from deltasync.store.memory import MemoryStore
-from deltasync.store.protocol import Data, Store, WrapperStore
+from deltasync.store.patient import WrapperStore
+from deltasync.store.protocol import Data, Store
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.schedule import AnchorPolicy
 from deltasync.trainer.source import WeightsSource

@@ -39,7 +39,7 @@ from deltasync.format.companions import can_run_code, is_safe_path
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.safetensors import Entry, Header, header_bytes, read_header
 from deltasync.format.sealed import FORMAT, canonical_json, parse_object
-from deltasync.format.weights import Bits, Weights
+from deltasync.format.weights import Bits, Runs, Weights
 
 WHOLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -74,7 +74,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     files = tuple(_read_file(p) for p in (_weight_paths(root) if is_folder else [root]))
     if is_folder:
         _check_index(root, files)
-    _check_duplicates(files)
+    seen: dict[str, Path] = {}
+    for name, path in ((entry.name, file.path) for file in files for entry in file.header.entries):
+        if name in seen:
+            raise CorruptError(
+                f"tensor {name!r:.200} is in {seen[name]} and in {path}",
+                rule="checkpoint.duplicate",
+                hint="keep one of the files, or add an index",
+            )
+        seen[name] = path
     return Checkpoint(root, is_folder, files, map_files(files, writable=False).weights)
 
 
@@ -171,19 +179,6 @@ def _check_index(folder: Path, files: tuple[CheckpointFile, ...]) -> None:
             )
 
 
-def _check_duplicates(files: tuple[CheckpointFile, ...]) -> None:
-    seen: dict[str, Path] = {}
-    for file in files:
-        for entry in file.header.entries:
-            if entry.name in seen:
-                raise CorruptError(
-                    f"tensor {entry.name!r:.200} is in {seen[entry.name]} and in {file.path}",
-                    rule="checkpoint.duplicate",
-                    hint="keep one of the files, or add an index",
-                )
-            seen[entry.name] = file.path
-
-
 @dataclass(frozen=True)
 class FileWeights(Weights):
     """Weights in mapped files that may be written.
@@ -196,10 +191,20 @@ class FileWeights(Weights):
     places: tuple[tuple[int, int] | None, ...]
     is_synced_soon: bool = False
 
+    def write(self, runs: Runs, bits: Bits) -> None:
+        end = 0
+        for ordinal, first, count in runs.tolist():
+            self.write_run(ordinal, first, bits[end : end + count])
+            end += count
+
+    def copy_from(self, other: Weights) -> None:
+        for ordinal, array in enumerate(other.arrays):
+            self.write_run(ordinal, 0, array)
+
     def write_run(self, ordinal: int, first: int, bits: Bits) -> None:
         place = self.places[ordinal]
         if place is None:
-            super().write_run(ordinal, first, bits)
+            self.arrays[ordinal][first : first + len(bits)] = bits
         else:
             fd, begin = place
             write_range(fd, begin + first * bits.itemsize, bits.view(np.uint8).data)
@@ -249,7 +254,7 @@ def map_files(files: Sequence[CheckpointFile], *, writable: bool, is_synced_soon
                     array.flags.writeable = writable
                     copied.append((mapped, entry, array))
                 arrays[entry.name] = array
-        layout = Layout.of(e.spec for f in files for e in f.header.entries)
+        layout = Layout.of([e.spec for f in files for e in f.header.entries])
         in_order = tuple(arrays[t.name] for t in layout.tensors)
         if not writable:
             return MappedFiles(Weights(layout, in_order), tuple(maps), tuple(copied))
@@ -276,11 +281,19 @@ def copied_checkpoint(checkpoint: Checkpoint, out: str | os.PathLike[str]) -> It
     """
     target = Path(os.path.abspath(out))
     _require_free(target, is_folder=checkpoint.is_folder)
+    ours = {f.path.name for f in checkpoint.files}
     # Listed before the output folder is made, which may lie inside the source.
-    sources = _copied_files(checkpoint) if checkpoint.is_folder else []
+    sources = [
+        path
+        for path in (_files_below(checkpoint.path) if checkpoint.is_folder else ())
+        if path.suffix not in _OTHER_WEIGHTS or (path.parent == checkpoint.path and path.name in ours)
+    ]
     with _appearing(target, is_folder=checkpoint.is_folder) as temporary:
         if checkpoint.is_folder:
-            _copy_folder(checkpoint, sources, temporary)
+            for source in sources:
+                copy = temporary / source.relative_to(checkpoint.path)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy_file(source, copy)
             copies = [temporary / f.path.name for f in checkpoint.files]
         else:
             copy_file(checkpoint.path, temporary)
@@ -381,7 +394,11 @@ def _appearing(target: Path, *, is_folder: bool) -> Iterator[Path]:
         yield temporary
         if is_folder:
             release_folder(temporary)
-        _sync(temporary)
+        files = list(_files_below(temporary))
+        for file in files:
+            sync_file(file)
+        for folder in {above for file in files for above in file.parents if above.is_relative_to(temporary)}:
+            sync_folder(folder)
         try:
             os.replace(temporary, target)
         except OSError as error:
@@ -426,30 +443,6 @@ def _require_free(target: Path, *, is_folder: bool) -> None:
             raise InvalidInputError(f"{target} exists and is not an empty folder", hint=_HINT_OUT)
     elif target.is_dir():
         raise InvalidInputError(f"{target} is a folder, but the checkpoint is one file", hint="give the path of a file")
-
-
-def _copied_files(checkpoint: Checkpoint) -> list[Path]:
-    ours = {f.path.name for f in checkpoint.files}
-    return [
-        path
-        for path in _files_below(checkpoint.path)
-        if path.suffix not in _OTHER_WEIGHTS or (path.parent == checkpoint.path and path.name in ours)
-    ]
-
-
-def _copy_folder(checkpoint: Checkpoint, sources: Sequence[Path], target: Path) -> None:
-    for source in sources:
-        copy = target / source.relative_to(checkpoint.path)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy_file(source, copy)
-
-
-def _sync(path: Path) -> None:
-    files = list(_files_below(path))
-    for file in files:
-        sync_file(file)
-    for folder in {above for file in files for above in file.parents if above.is_relative_to(path)}:
-        sync_folder(folder)
 
 
 def _files_below(path: Path) -> Iterator[Path]:

@@ -19,8 +19,9 @@ from deltasync.checkpoint import copied_checkpoint, open_checkpoint
 from deltasync.errors import CorruptError, FormatError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.files import reader
 from deltasync.format.digest import StateDigest
+from deltasync.format.index import BlockInfo
 from deltasync.format.layout import Layout, TensorSpec
-from deltasync.format.payload import BlockInfo, Kind, Payload, PayloadHeader, payload_chunks
+from deltasync.format.payload import Kind, Payload, PayloadHeader, payload_chunks
 from deltasync.format.sealed import FORMAT
 from deltasync.format.weights import Weights
 from deltasync.parallel import Progress, counting

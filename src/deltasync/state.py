@@ -180,7 +180,7 @@ class State:
             base = start.base
             self._allocate(start.layout, applied)
         count = counting(progress, "restore", plan.nbytes)
-        manifests = (edge.manifest for edge in plan.edges)
+        manifests = [edge.manifest for edge in plan.edges]
         layout = None if self.weights is None else self.weights.layout
         have = self.written(first)
         fetched = fetch_payloads(

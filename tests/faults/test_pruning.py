@@ -34,7 +34,8 @@ from deltasync.format.sealed import FloorRecord, Heartbeat
 from deltasync.format.weights import Weights
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
-from deltasync.store.protocol import Store, WrapperStore
+from deltasync.store.patient import WrapperStore
+from deltasync.store.protocol import Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
 from deltasync.trainer.checkpoint import publish as publish_checkpoint
 from deltasync.upkeep.prune import Pruner, Retention, plan_prune, prune

@@ -23,7 +23,8 @@ from deltasync import store as stores
 from deltasync.cli import main as cli
 from deltasync.format import keys
 from deltasync.store.memory import MemoryStore
-from deltasync.store.protocol import Data, ObjectInfo, WrapperStore
+from deltasync.store.patient import WrapperStore
+from deltasync.store.protocol import Data, ObjectInfo
 from deltasync.torch import ModuleTarget, Publisher
 
 

@@ -271,7 +271,7 @@ MUTANTS = (
     Mutant(
         name="bounded-read-removed",
         harm="An object of gigabytes in the place of a small record fills the memory of every reader.",
-        path="src/deltasync/store/protocol.py",
+        path="src/deltasync/store/patient.py",
         old="    return store.get_range(key, 0, limits.RECORD_BYTES_MAX + 1)\n",
         new="    return store.get(key)\n",
         killers=("tests/behaviour/test_bounded_reads.py::test_small_objects_are_read_up_to_their_limit",),

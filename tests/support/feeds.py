@@ -26,7 +26,8 @@ from deltasync.format.weights import Readable, Weights
 from deltasync.state import State as HeldState
 from deltasync.state import load
 from deltasync.store.memory import MemoryStore
-from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store, WrapperStore
+from deltasync.store.patient import WrapperStore
+from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, never
 from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions

@@ -25,7 +25,8 @@ from deltasync.format.sealed import sealed
 from deltasync.format.weights import Changes, Weights
 from deltasync.replica.mirror import MappedState, MirrorRecord
 from deltasync.state import Applied, State
-from deltasync.store.protocol import Store, WrapperStore
+from deltasync.store.patient import WrapperStore
+from deltasync.store.protocol import Store
 from deltasync.trainer import versions as anchors
 
 SHA = "ab" * 32

@@ -19,7 +19,7 @@ from support.feeds import NEVER, nth
 from deltasync.errors import StoreError
 from deltasync.format.weights import Weights
 from deltasync.store.local import LocalStore
-from deltasync.store.protocol import WrapperStore
+from deltasync.store.patient import WrapperStore
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.source import WeightsSource
 

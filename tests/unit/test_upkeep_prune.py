@@ -15,7 +15,8 @@ from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import FloorRecord, Heartbeat, Pin
 from deltasync.state import load
-from deltasync.store.protocol import Data, ObjectInfo, WrapperStore
+from deltasync.store.patient import WrapperStore
+from deltasync.store.protocol import Data, ObjectInfo
 from deltasync.upkeep import survey
 from deltasync.upkeep.compact import compact
 from deltasync.upkeep.prune import ORPHAN_S, Pruner, Pruning, Retention, plan_prune, prune

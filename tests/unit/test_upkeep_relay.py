@@ -17,7 +17,8 @@ from deltasync.format.sealed import Heartbeat
 from deltasync.format.weights import Weights
 from deltasync.state import load
 from deltasync.store.memory import MemoryStore
-from deltasync.store.protocol import Data, Store, WrapperStore
+from deltasync.store.patient import WrapperStore
+from deltasync.store.protocol import Data, Store
 from deltasync.testing.faulty import Crash, Fault, FaultyStore, at
 from deltasync.upkeep.compact import Compactor, compact
 from deltasync.upkeep.prune import Retention, plan_prune, prune

@@ -27,8 +27,8 @@ from deltasync.parallel import threads
 from deltasync.store import open_store
 from deltasync.store.fencing import PATIENCE_S, probe_fencing
 from deltasync.store.local import LocalStore
-from deltasync.store.patient import PatientStore
-from deltasync.store.protocol import Store, get_record
+from deltasync.store.patient import PatientStore, get_record
+from deltasync.store.protocol import Store
 from deltasync.vllm.releases import NEWEST, OLDEST, is_tested
 
 _PACKAGES = ("numpy", "obstore", "huggingface_hub", "prometheus-client", "torch", "transformers", "trl", "vllm")

@@ -14,10 +14,10 @@ from deltasync.feed.log import READ_THREADS, Log, outcome
 from deltasync.format import keys, limits
 from deltasync.format.companions import can_run_code, read_files
 from deltasync.format.digest import StateDigest, layout_digest
-from deltasync.format.index import require_disjoint
+from deltasync.format.index import BlockInfo, require_disjoint
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef
-from deltasync.format.payload import BlockInfo, Payload, PayloadHeader
+from deltasync.format.payload import Payload, PayloadHeader
 from deltasync.parallel import each
 from deltasync.store.protocol import Data, Store
 
@@ -56,7 +56,19 @@ def get_whole(
     """
     on_part = (lambda part: None) if on_part is None else on_part
     if nbytes <= PART_BYTES:
-        return _get_small(store, key, nbytes, ranges, on_part)
+        offsets = range(0, max(nbytes, 1), max(SPLIT_BYTES, -(-nbytes // ranges)))
+        # Asking for one byte more detects an object that is longer.
+        spans = [(at, end - at) for at, end in zip(offsets, (*offsets[1:], nbytes + 1), strict=True)]
+        if len(spans) == 1:
+            found: Iterable[bytes] = [store.get_range(key, *spans[0])]
+        else:
+            found = each(lambda span: store.get_range(key, *span), spans, waiting=len(spans))
+        parts = []
+        for part in found:
+            on_part(memoryview(part))
+            parts.append(part)
+        _require_length(key, nbytes, sum(map(len, parts)))
+        return b"".join(parts)
     offsets = range(0, nbytes, PART_BYTES)
     # Asking for one byte more detects an object that is longer.
     last = store.get_range(key, offsets[-1], nbytes - offsets[-1] + 1)
@@ -82,21 +94,6 @@ def get_whole(
         on_part(view[offset : offset + PART_BYTES])
     on_part(view[offsets[-1] :])
     return buffer
-
-
-def _get_small(store: Store, key: str, nbytes: int, ranges: int, on_part: Callable[[memoryview], object]) -> bytes:
-    offsets = range(0, max(nbytes, 1), max(SPLIT_BYTES, -(-nbytes // ranges)))
-    spans = list(zip(offsets, (*offsets[1:], nbytes + 1), strict=True))
-
-    def read(span: tuple[int, int]) -> bytes:
-        return store.get_range(key, span[0], span[1] - span[0])
-
-    parts = []
-    for part in each(read, spans, waiting=len(spans)) if len(spans) > 1 else map(read, spans):
-        on_part(memoryview(part))
-        parts.append(part)
-    _require_length(key, nbytes, sum(map(len, parts)))
-    return b"".join(parts)
 
 
 def _require_length(key: str, nbytes: int, length: int, *, is_exact: bool = True) -> None:

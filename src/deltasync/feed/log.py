@@ -13,7 +13,8 @@ from deltasync.format import keys, limits
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat, Pin
 from deltasync.parallel import each
-from deltasync.store.protocol import ObjectInfo, Store, get_manifest, read_parsed
+from deltasync.store.patient import get_manifest, read_parsed
+from deltasync.store.protocol import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
 

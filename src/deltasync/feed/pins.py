@@ -14,7 +14,7 @@ from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import Pin
 from deltasync.store import Feed, opened
 from deltasync.store.fencing import creating
-from deltasync.store.protocol import get_record
+from deltasync.store.patient import get_record
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from deltasync.format.layout import Layout
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.payload import Payload
 from deltasync.format.weights import Weights
-from deltasync.store.protocol import with_reread
+from deltasync.store.patient import with_reread
 
 logger = logging.getLogger(__name__)
 

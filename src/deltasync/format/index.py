@@ -2,7 +2,7 @@
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,8 @@ def elements_of(runs: Runs) -> int:
 
 def _checked(item: Any, layout: Layout) -> tuple[int, int, int, int, int]:
     """(tensor, start, count, stride, repeat), each inside its bounds."""
-    if not isinstance(item, list) or len(item) not in (3, 5) or not _counts(item):
+    are_counts = isinstance(item, list) and all(is_count(value, most=limits.ELEMENTS_MAX) for value in item)
+    if not are_counts or len(item) not in (3, 5):
         raise CorruptError(f"a run must be 3 or 5 whole numbers, not {item!r:.120}", rule="runs.entry")
     tensor, start, count, stride, repeat = item if len(item) == 5 else (*item, item[2], 1)
     if tensor >= len(layout.tensors):
@@ -112,34 +113,41 @@ def _checked(item: Any, layout: Layout) -> tuple[int, int, int, int, int]:
     return tensor, start, count, stride, repeat
 
 
-def _counts(values: Iterable[Any]) -> bool:
-    return all(is_count(v, most=limits.ELEMENTS_MAX) for v in values)
-
-
 COO = "coo/1"
 PLANES = "planes/1"
 CODECS = ("exp/1", "abs/1", PLANES, COO)
 """The codecs that a payload may name."""
 
+Range = tuple[int, int]
+"""First byte, and the byte after the last."""
+
 _BLOCK_FIELDS = ("codec", "runs", "changed", "digest", "sha256")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockRecord:
-    """What the index says about one block. `digest` is the sum of key * (new - old) over it."""
+class BlockInfo:
+    """What the index says about one block. `digest` is the sum of key * (new - old) over it.
+
+    `ranges`: where its bytes lie in the file, once that is known: one range, or two for `coo/1` (indices, values).
+    """
 
     codec: str
     runs: Runs
     changed: int
     digest: StateDigest
     sha256: str
+    ranges: tuple[Range, ...] = ()
 
     @property
     def elements(self) -> int:
         return elements_of(self.runs)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(end - begin for begin, end in self.ranges)
 
-def encode_index(layout: Layout, records: Sequence[BlockRecord]) -> bytes:
+
+def encode_index(layout: Layout, records: Sequence[BlockInfo]) -> bytes:
     """The bytes of the tensor `deltasync.index`."""
     blocks = [
         {
@@ -161,29 +169,11 @@ def encode_index(layout: Layout, records: Sequence[BlockRecord]) -> bytes:
     return zlib.compress(text, 9)
 
 
-def decode_index(data: bytes, known: Layout | None = None) -> tuple[Layout, tuple[BlockRecord, ...]]:
+def decode_index(data: bytes, known: Layout | None = None) -> tuple[Layout, tuple[BlockInfo, ...]]:
     """The inverse of `encode_index`; every field is checked, but not how blocks relate to each other.
 
     If the layout is equal to `known`, that object is returned: to check tens of thousands of tensors takes long.
     """
-    fields = parse_object(_inflate(data), what="the index", scope="index")
-    require_fields(fields, ("layout", "blocks"), what="the index", scope="index")
-    if not isinstance(fields["blocks"], list):
-        raise CorruptError("blocks of the index is not a list", rule="index.field")
-    if known is not None and hashlib.sha256(canonical_json(fields["layout"])).hexdigest() == known.sha256:
-        layout = known
-    else:
-        layout = Layout.from_json(fields["layout"])
-    records: list[BlockRecord] = []
-    runs_left = limits.RUNS_MAX
-    for i, item in enumerate(fields["blocks"]):
-        record = _record(i, item, layout, runs_left)
-        runs_left -= len(record.runs)
-        records.append(record)
-    return layout, tuple(records)
-
-
-def _inflate(data: bytes) -> bytes:
     inflater = zlib.decompressobj()
     try:
         text = inflater.decompress(data, limits.INDEX_BYTES_MAX + 1)
@@ -197,10 +187,24 @@ def _inflate(data: bytes) -> bytes:
         raise CorruptError("the index ends too early", rule="index.zlib")
     if inflater.unused_data:
         raise CorruptError("there are bytes after the end of the index", rule="index.trailing")
-    return text
+    fields = parse_object(text, what="the index", scope="index")
+    require_fields(fields, ("layout", "blocks"), what="the index", scope="index")
+    if not isinstance(fields["blocks"], list):
+        raise CorruptError("blocks of the index is not a list", rule="index.field")
+    if known is not None and hashlib.sha256(canonical_json(fields["layout"])).hexdigest() == known.sha256:
+        layout = known
+    else:
+        layout = Layout.from_json(fields["layout"])
+    records: list[BlockInfo] = []
+    runs_left = limits.RUNS_MAX
+    for i, item in enumerate(fields["blocks"]):
+        record = _record(i, item, layout, runs_left)
+        runs_left -= len(record.runs)
+        records.append(record)
+    return layout, tuple(records)
 
 
-def _record(i: int, item: Any, layout: Layout, runs_left: int) -> BlockRecord:
+def _record(i: int, item: Any, layout: Layout, runs_left: int) -> BlockInfo:
     what = f"block {i}"
     if not isinstance(item, dict):
         raise CorruptError(f"{what} must be a JSON object", rule="block.field")
@@ -221,4 +225,4 @@ def _record(i: int, item: Any, layout: Layout, runs_left: int) -> BlockRecord:
             f"changed of {what} must be from 0 to its {elements_of(runs)} elements, not {changed!r:.40}",
             rule="block.changed",
         )
-    return BlockRecord(codec, runs, changed, StateDigest.from_hex(item["digest"]), item["sha256"])
+    return BlockInfo(codec, runs, changed, StateDigest.from_hex(item["digest"]), item["sha256"])

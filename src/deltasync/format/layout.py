@@ -147,7 +147,14 @@ class Layout:
         """The inverse of `to_json`; FormatError on anything else."""
         if not isinstance(value, list):
             raise FormatError("the layout must be a list", rule="layout.type")
-        specs = [_spec_from_json(item) for item in value]
+        specs = []
+        for item in value:
+            match item:
+                case [str(name), str(dtype), list(shape)] if all(type(d) is int and d >= 0 for d in shape):
+                    specs.append(TensorSpec(name, dtype_named(dtype), tuple(shape)))
+                case _:
+                    message = f"an entry of the layout must be [name, dtype, shape], not {item!r:.200}"
+                    raise FormatError(message, rule="layout.entry")
         layout = cls.of(specs)
         if list(layout.tensors) != specs:
             raise FormatError("the layout must be sorted by name", rule="layout.order")
@@ -201,13 +208,6 @@ class Layout:
                 rule="layout.differs",
                 hint="a delta joins two states of one layout; check that both are the same model",
             )
-
-
-def _spec_from_json(item: Any) -> TensorSpec:
-    match item:
-        case [str(name), str(dtype), list(shape)] if all(type(d) is int and d >= 0 for d in shape):
-            return TensorSpec(name, dtype_named(dtype), tuple(shape))
-    raise FormatError(f"an entry of the layout must be [name, dtype, shape], not {item!r:.200}", rule="layout.entry")
 
 
 def _check_spec(spec: TensorSpec) -> None:

@@ -14,9 +14,17 @@ import numpy as np
 from deltasync.errors import CorruptError, FormatError
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest, layout_digest
-from deltasync.format.index import COO, PLANES, BlockRecord, decode_index, encode_index, require_disjoint
+from deltasync.format.index import COO, PLANES, BlockInfo, Range, decode_index, encode_index, require_disjoint
 from deltasync.format.layout import DTYPES, DType, Layout, TensorSpec
-from deltasync.format.safetensors import Header, Read, header_bytes, read_exactly, read_header
+from deltasync.format.safetensors import (
+    Header,
+    Read,
+    buffer_reader,
+    header_bytes,
+    prefix_reader,
+    read_exactly,
+    read_header,
+)
 from deltasync.format.sealed import FORMAT, is_decimal
 from deltasync.format.weights import Buffer, Runs
 
@@ -24,10 +32,6 @@ INDEX_NAME = "deltasync.index"
 Kind = Literal["delta", "anchor", "shard"]
 """A shard covers some of the elements of an anchor; its digest counts the others as zero."""
 
-Range = tuple[int, int]
-"""First byte, and the byte after the last."""
-
-_PREFIX_BYTES = 64 << 10
 _U8 = DTYPES["U8"]
 _OURS = FORMAT.partition("/")[0] + "/"
 
@@ -41,17 +45,6 @@ class Block:
     changed: int
     digest: StateDigest
     data: Buffer
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockInfo(BlockRecord):
-    """One block and where its bytes lie in the file: one range, or two for `coo/1` (indices, values)."""
-
-    ranges: tuple[Range, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(end - begin for begin, end in self.ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +84,7 @@ class Payload:
         `is_proved`: the file has the SHA-256 that it should have.
         """
         view = memoryview(data).cast("B")
-        payload = cls.open(lambda offset, length: bytes(view[offset : offset + length]), len(view), known=known)
+        payload = cls.open(buffer_reader(view), len(view), known=known)
         return replace(payload, whole=view) if is_proved else payload
 
     @classmethod
@@ -100,7 +93,7 @@ class Payload:
 
         `known` is a layout that it probably has, which is then not built again.
         """
-        read_once = _with_prefix(read, nbytes)
+        read_once = prefix_reader(read, nbytes)
         header = read_header(read_once, nbytes)
         kind = _checked_metadata(header.metadata)
         index = next((e for e in header.entries if e.name == INDEX_NAME), None)
@@ -143,7 +136,7 @@ class Payload:
         return (self.block(i) for i in range(len(self.block_infos)))
 
 
-def check_block(record: BlockRecord, data: bytes) -> Block:
+def check_block(record: BlockInfo, data: bytes) -> Block:
     """The block whose bytes were fetched by its ranges; CorruptError if their SHA-256 is another."""
     if hashlib.sha256(data).hexdigest() != record.sha256:
         raise CorruptError("the bytes of a block do not have its SHA-256", rule="block.sha256")
@@ -157,9 +150,7 @@ def write_payload(header: PayloadHeader, blocks: Sequence[Block]) -> bytes:
 
 def payload_chunks(header: PayloadHeader, blocks: Sequence[Block]) -> Iterator[bytes | memoryview]:
     """The file as consecutive buffers, without a second copy of the blocks. Refuses what a reader would refuse."""
-    records = tuple(
-        BlockRecord(b.codec, b.runs, b.changed, b.digest, hashlib.sha256(b.data).hexdigest()) for b in blocks
-    )
+    records = tuple(BlockInfo(b.codec, b.runs, b.changed, b.digest, hashlib.sha256(b.data).hexdigest()) for b in blocks)
     _check_consistent(header, records)
     index = encode_index(header.layout, records)
     tensors = _tensors(header.layout, records)
@@ -218,7 +209,7 @@ class _Tensor:
     is_tail: bool = False
 
 
-def _tensors(layout: Layout, records: Sequence[BlockRecord]) -> list[_Tensor]:
+def _tensors(layout: Layout, records: Sequence[BlockInfo]) -> list[_Tensor]:
     """The tensors that a payload must have, in file order."""
     index = _Tensor(INDEX_NAME, _U8, None, None)
     if not any(r.codec == COO for r in records):
@@ -232,23 +223,12 @@ def _tensors(layout: Layout, records: Sequence[BlockRecord]) -> list[_Tensor]:
     return [*sorted(halves, key=lambda t: (-t.dtype.width, t.is_tail, t.block)), index]
 
 
-def _with_prefix(read: Read, nbytes: int) -> Read:
-    """`read` with the first bytes of the file fetched once: most headers and indices lie inside."""
-    prefix = read_exactly(read, 0, min(nbytes, _PREFIX_BYTES))
-
-    def read_cached(offset: int, length: int) -> bytes:
-        end = min(offset + length, nbytes)
-        return prefix[offset:end] if end <= len(prefix) else read(offset, end - offset)
-
-    return read_cached
-
-
 def index_dtype(spec: TensorSpec) -> np.dtype[np.signedinteger]:
     """The type of `{name}.indices`: 4 bytes while every position fits."""
     return np.dtype("<i4" if spec.elements < 1 << 31 else "<i8")
 
 
-def _located(layout: Layout, records: Sequence[BlockRecord], header: Header) -> tuple[BlockInfo, ...]:
+def _located(layout: Layout, records: Sequence[BlockInfo], header: Header) -> tuple[BlockInfo, ...]:
     tensors = _tensors(layout, records)
     ranges: list[list[Range]] = [[] for _ in records]
     heads_first = sorted(zip(tensors, header.entries, strict=False), key=lambda pair: pair[0].is_tail)
@@ -263,13 +243,10 @@ def _located(layout: Layout, records: Sequence[BlockRecord], header: Header) -> 
             ranges[tensor.block].append((entry.begin, entry.end))
     if len(tensors) != len(header.entries):
         raise CorruptError(f"the payload has {len(header.entries)} tensors, not {len(tensors)}", rule="payload.tensors")
-    return tuple(
-        BlockInfo(r.codec, r.runs, r.changed, r.digest, r.sha256, tuple(own))
-        for r, own in zip(records, ranges, strict=True)
-    )
+    return tuple(replace(record, ranges=tuple(own)) for record, own in zip(records, ranges, strict=True))
 
 
-def _metadata(header: PayloadHeader, records: Iterable[BlockRecord]) -> dict[str, str]:
+def _metadata(header: PayloadHeader, records: Iterable[BlockInfo]) -> dict[str, str]:
     """The entries of `__metadata__` that follow from the index."""
     fields = {
         "kind": header.kind,
@@ -321,21 +298,9 @@ def _checked_metadata(metadata: dict[str, str]) -> Kind:
     return known
 
 
-def _check_consistent(header: PayloadHeader, records: Sequence[BlockRecord]) -> None:
+def _check_consistent(header: PayloadHeader, records: Sequence[BlockInfo]) -> None:
     """CorruptError unless the blocks fit each other and the header."""
     layout = header.layout
-    _check_codecs(header, records)
-    require_disjoint([r.runs for r in records], layout)
-    if header.kind == "anchor" and sum(r.elements for r in records) != layout.elements:
-        raise CorruptError("the blocks of an anchor must cover every element", rule="payload.cover")
-    start = layout_digest(layout) if header.parent_digest is None else header.parent_digest
-    if sum((r.digest for r in records), start) != header.digest:
-        raise CorruptError(
-            "the digests of the blocks do not add up to the digest of the payload", rule="payload.digest"
-        )
-
-
-def _check_codecs(header: PayloadHeader, records: Sequence[BlockRecord]) -> None:
     if (header.kind == "delta") != (header.parent_digest is not None):
         raise CorruptError("a delta must have a parent, and an anchor and its shards must not", rule="payload.metadata")
     codecs = {r.codec for r in records}
@@ -344,11 +309,17 @@ def _check_codecs(header: PayloadHeader, records: Sequence[BlockRecord]) -> None
             f"the blocks of a payload of kind {header.kind} must be {PLANES}, not {', '.join(sorted(codecs))}",
             rule="payload.anchor",
         )
-    if COO not in codecs:
-        return
-    if len(codecs) > 1:
+    if COO in codecs and len(codecs) > 1:
         raise CorruptError(f"a payload must not mix {COO} with other codecs", rule="payload.mixed")
-    for i, record in enumerate(records):
-        tensor, start, count = record.runs[0].tolist()
-        if len(record.runs) != 1 or (start, count) != (0, header.layout.tensors[tensor].elements):
+    for i, record in enumerate(records if COO in codecs else ()):
+        tensor, first, count = record.runs[0].tolist()
+        if len(record.runs) != 1 or (first, count) != (0, layout.tensors[tensor].elements):
             raise CorruptError(f"block {i} of {COO} must cover one whole tensor", rule="block.coo")
+    require_disjoint([r.runs for r in records], layout)
+    if header.kind == "anchor" and sum(r.elements for r in records) != layout.elements:
+        raise CorruptError("the blocks of an anchor must cover every element", rule="payload.cover")
+    start = layout_digest(layout) if header.parent_digest is None else header.parent_digest
+    if sum((r.digest for r in records), start) != header.digest:
+        raise CorruptError(
+            "the digests of the blocks do not add up to the digest of the payload", rule="payload.digest"
+        )

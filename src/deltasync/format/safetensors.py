@@ -18,6 +18,7 @@ Read = Callable[[int, int], bytes]
 """`read(offset, length)` returns exactly that range of a file, and less only where the file ends."""
 
 _LENGTH_BYTES = 8
+_PREFIX_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,23 @@ class Header:
 def parse_header(data: bytes | memoryview) -> Header:
     """The header of a whole file in memory."""
     view = memoryview(data).cast("B")
-    return read_header(lambda offset, length: bytes(view[offset : offset + length]), len(view))
+    return read_header(buffer_reader(view), len(view))
+
+
+def buffer_reader(view: memoryview) -> Read:
+    """A function that reads ranges of a file in memory."""
+    return lambda offset, length: bytes(view[offset : offset + length])
+
+
+def prefix_reader(read: Read, nbytes: int) -> Read:
+    """`read` with the first bytes of the file fetched once: most headers and indices lie inside."""
+    prefix = read_exactly(read, 0, min(nbytes, _PREFIX_BYTES))
+
+    def read_cached(offset: int, length: int) -> bytes:
+        end = min(offset + length, nbytes)
+        return prefix[offset:end] if end <= len(prefix) else read(offset, end - offset)
+
+    return read_cached
 
 
 def read_header(read: Read, size: int) -> Header:
@@ -65,9 +82,20 @@ def read_header(read: Read, size: int) -> Header:
     if text[:1] != b"{":
         raise CorruptError("the header must begin with {", rule="safetensors.json")
     fields = parse_object(text, what="the safetensors header", scope="safetensors")
-    metadata = _metadata(fields.pop("__metadata__", {}))
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CorruptError("__metadata__ must be an object of strings", rule="safetensors.metadata")
     entries = sorted((_entry(n, v, data_begin) for n, v in fields.items()), key=lambda e: (e.begin, e.end))
-    _require_contiguous(entries, data_begin, size)
+    at = data_begin
+    for entry in entries:
+        if entry.begin != at:
+            problem = "begins after a hole" if entry.begin > at else "overlaps the one before it"
+            raise CorruptError(f"tensor {entry.name!r:.200} {problem}", rule="safetensors.offsets")
+        at = entry.end
+    if at > size:
+        raise CorruptError(f"the tensors end at byte {at}, but the file has {size}", rule="safetensors.truncated")
+    if at < size:
+        raise CorruptError(f"the file has {size - at} bytes after its last tensor", rule="safetensors.trailing")
     return Header(tuple(entries), metadata, data_begin)
 
 
@@ -89,12 +117,6 @@ def read_exactly(read: Read, offset: int, length: int) -> bytes:
     if len(data) != length:
         raise CorruptError(f"the file ends before byte {offset + length}", rule="safetensors.truncated")
     return data
-
-
-def _metadata(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        raise CorruptError("__metadata__ must be an object of strings", rule="safetensors.metadata")
-    return value
 
 
 def _entry(name: str, value: Any, data_begin: int) -> Entry:
@@ -128,16 +150,3 @@ def _entry(name: str, value: Any, data_begin: int) -> Entry:
             f"tensor {name!r:.200} has {end - begin} bytes; its type and shape need {needed}", rule="safetensors.size"
         )
     return Entry(name, dtype, tuple(shape), data_begin + begin, data_begin + end)
-
-
-def _require_contiguous(entries: list[Entry], data_begin: int, size: int) -> None:
-    at = data_begin
-    for entry in entries:
-        if entry.begin != at:
-            problem = "begins after a hole" if entry.begin > at else "overlaps the one before it"
-            raise CorruptError(f"tensor {entry.name!r:.200} {problem}", rule="safetensors.offsets")
-        at = entry.end
-    if at > size:
-        raise CorruptError(f"the tensors end at byte {at}, but the file has {size}", rule="safetensors.truncated")
-    if at < size:
-        raise CorruptError(f"the file has {size - at} bytes after its last tensor", rule="safetensors.trailing")

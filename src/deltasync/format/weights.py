@@ -92,13 +92,13 @@ class Weights:
         """Overwrite the elements that `runs` names with `bits`, which has them one after the other."""
         end = 0
         for ordinal, first, count in runs.tolist():
-            self.write_run(ordinal, first, bits[end : end + count])
+            self.arrays[ordinal][first : first + count] = bits[end : end + count]
             end += count
 
     def copy_from(self, other: "Weights") -> None:
         """Overwrite everything with the elements of other weights of the same layout."""
-        for ordinal, array in enumerate(other.arrays):
-            self.write_run(ordinal, 0, array)
+        for own, array in zip(self.arrays, other.arrays, strict=True):
+            own[:] = array
 
     def write_run(self, ordinal: int, first: int, bits: Bits) -> None:
         """Overwrite elements in a row of one tensor."""

@@ -58,9 +58,9 @@ def load(name: str) -> Kernels:
             hint=f"available: {', '.join(available())}",
         )
     if name == "reference":
-        from deltasync.kernels.reference import ReferenceKernels
+        from deltasync.kernels import reference
 
-        return ReferenceKernels()
+        return reference
     from deltasync.kernels.native import NativeKernels
 
     return NativeKernels(name)

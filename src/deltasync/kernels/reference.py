@@ -8,7 +8,6 @@ single element always changes the digest. An 8-byte element counts as two 4-byte
 64-bit product would depend on too few bits of the key.
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -20,6 +19,9 @@ from deltasync.format.layout import DType
 from deltasync.format.weights import Bits, Buffer, Positions, Region, slice_runs
 from deltasync.kernels import rans
 from deltasync.kernels.rans import ByteReader, varint
+
+name = "reference"
+"""This module is a set of kernels of that name."""
 
 COLUMNS = 1024
 LANES = 2
@@ -244,18 +246,13 @@ def digest_change(old: Region, positions: Positions, values: Bits) -> Lanes:
     return gain(old, positions, old.gather()[positions], np.ascontiguousarray(values))
 
 
-@dataclass(frozen=True, slots=True)
-class _ClassView:
-    """Elements of a region by class: `order` lists positions class by class, `starts[c]` is where class c begins."""
-
-    order: NDArray[np.int64]
-    starts: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, exponents: NDArray[np.uint64], thresholds: NDArray[np.uint8]) -> "_ClassView":
-        member = np.searchsorted(thresholds.astype(np.uint64), exponents, side="right")
-        totals = np.bincount(member, minlength=len(thresholds) + 1)
-        return cls(np.argsort(member, kind="stable"), np.concatenate(([0], np.cumsum(totals))))
+def _by_class(
+    exponents: NDArray[np.uint64], thresholds: NDArray[np.uint8]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The positions of elements, class by class, and where each class begins among them."""
+    member = np.searchsorted(thresholds.astype(np.uint64), exponents, side="right")
+    totals = np.bincount(member, minlength=len(thresholds) + 1)
+    return np.argsort(member, kind="stable"), np.concatenate(([0], np.cumsum(totals)))
 
 
 def encode_changes(old: Region, positions: Positions, values: Bits) -> tuple[bool, bytes, Lanes]:
@@ -265,17 +262,19 @@ def encode_changes(old: Region, positions: Positions, values: Bits) -> tuple[boo
     the block, and the change of the digest.
     """
     before = old.gather()
-    _check_changes(positions, values, before)
+    _check_pairs(positions, values, len(before))
+    if (before[positions] == values).any():
+        raise InvalidInputError("an element is listed as changed but has its old bits", rule="changes.unchanged")
     chosen = choose(old.dtype, before, positions, values)
-    view = _ClassView.of(exponents(old.dtype, before), chosen)
+    order, starts = _by_class(exponents(old.dtype, before), chosen)
     rank_of = np.empty(len(before), np.int64)
-    rank_of[view.order] = np.arange(len(before))
+    rank_of[order] = np.arange(len(before))
     # Sorting by place in class order lists the changed elements class by class, ascending inside each.
     place = rank_of[positions]
     by_class = np.argsort(place, kind="stable")
     place = place[by_class]
-    counts = np.diff(np.searchsorted(place, view.starts)).tolist()
-    gaps = _gaps(place, counts, view.starts)
+    counts = np.diff(np.searchsorted(place, starts)).tolist()
+    gaps = _gaps(place, counts, starts)
     out = bytearray((len(chosen) + 1,))
     out += chosen.tobytes()
     for count in counts:
@@ -318,8 +317,8 @@ def decode_changes(old: Region, data: Buffer, *, absolute: bool) -> tuple[Positi
     else:
         steps = rans.decode_buckets(reader, counts, value_bits=8 * old.dtype.width)
     reader.require_end()
-    view = _ClassView.of(exponents(old.dtype, before), thresholds)
-    by_class = view.order[_places(gaps, counts, view.starts)]
+    order, starts = _by_class(exponents(old.dtype, before), thresholds)
+    by_class = order[_places(gaps, counts, starts)]
     ascending = np.argsort(by_class)
     positions = by_class[ascending].astype(np.uint32)
     if not absolute:
@@ -423,12 +422,6 @@ def _check_pairs(positions: Positions, values: Bits, elements: int) -> None:
         raise InvalidInputError("positions must ascend and stay inside the block", rule="changes.order")
 
 
-def _check_changes(positions: Positions, values: Bits, before: Bits) -> None:
-    _check_pairs(positions, values, len(before))
-    if (before[positions] == values).any():
-        raise InvalidInputError("an element is listed as changed but has its old bits", rule="changes.unchanged")
-
-
 def _gaps(place: NDArray[np.int64], counts: list[int], starts: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Unchanged elements of the class before each changed one, since the last changed one."""
     previous = np.concatenate(([-1], place[:-1]))
@@ -461,20 +454,3 @@ def read_thresholds(reader: ByteReader, dtype: DType) -> NDArray[np.uint8]:
     if (np.diff(wide, prepend=0) <= 0).any() or (wide > dtype.exponent_mask).any():
         raise CorruptError("class thresholds must be ascending exponents", rule="changes.thresholds")
     return thresholds
-
-
-class ReferenceKernels:
-    """The functions of this module as `Kernels`."""
-
-    name = "reference"
-    detect = staticmethod(detect)
-    detect_rounded = staticmethod(detect_rounded)
-    encode_changes = staticmethod(encode_changes)
-    encode_difference = staticmethod(encode_difference)
-    decode_changes = staticmethod(decode_changes)
-    encode_planes = staticmethod(encode_planes)
-    decode_planes = staticmethod(decode_planes)
-    decode_planes_into = staticmethod(decode_planes_into)
-    digest = staticmethod(digest)
-    digest_change = staticmethod(digest_change)
-    overwrite = staticmethod(overwrite)

@@ -22,7 +22,7 @@ from deltasync.errors import (
 from deltasync.feed.log import Log
 from deltasync.format.keys import replica_key
 from deltasync.format.sealed import Heartbeat
-from deltasync.store.protocol import get_record
+from deltasync.store.patient import get_record
 
 logger = logging.getLogger(__name__)
 

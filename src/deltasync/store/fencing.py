@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from deltasync.errors import ConflictError, NotFoundError, StoreError
 from deltasync.format import keys
 from deltasync.format.sealed import LeaseRecord
-from deltasync.store.protocol import Data, Store, WrapperStore, get_manifest, get_record, read_parsed
+from deltasync.store.patient import WrapperStore, get_manifest, get_record, read_parsed
+from deltasync.store.protocol import Data, Store
 
 PATIENCE_S = 1.0
 """How long a probe asks a store again that does not answer, where the caller is not patient itself."""

@@ -1,20 +1,99 @@
-"""A store that is given time to recover: what fails for the moment is tried again, with exponential back-off."""
+"""A store that is given time to recover: what fails for the moment is tried again, with exponential back-off.
+
+And small objects, which are read up to a bound, and once more if they arrive damaged.
+"""
 
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from deltasync.errors import NotFoundError, StoreError
-from deltasync.store.protocol import Data, ObjectInfo, Store, WrapperStore
+from deltasync.errors import CorruptError, FormatError, NotFoundError, StoreError
+from deltasync.format import limits
+from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
+
+
+def get_record(store: Store, key: str) -> bytes:
+    """A small record. Of an object that is too large for one, only as much as a reader needs to refuse it."""
+    return store.get_range(key, 0, limits.RECORD_BYTES_MAX + 1)
+
+
+def get_manifest(store: Store, key: str) -> bytes:
+    """A manifest, read up to its limit as `get_record` does. Most are short: one range is enough for them."""
+    start = get_record(store, key)
+    if len(start) <= limits.RECORD_BYTES_MAX:
+        return start
+    return start + store.get_range(key, len(start), limits.MANIFEST_BYTES_MAX + 1 - len(start))
+
+
+def with_reread(read: Callable[[], _T]) -> _T:
+    """The result of `read`, which is called once more if what arrived is damaged: the wire may be to blame.
+
+    It is not to blame for an object that is too large, which is read once.
+    """
+    try:
+        return read()
+    except (CorruptError, FormatError) as error:
+        if error.rule is not None and error.rule.endswith(".size"):
+            raise
+        logger.info("reading it again: %s", error)
+        return read()
+
+
+def read_parsed(
+    store: Store, key: str, parse: Callable[[bytes], _T], *, get: Callable[[Store, str], bytes] = get_record
+) -> tuple[_T, bytes]:
+    """A small object as `parse` reads it, and its bytes."""
+
+    def read() -> tuple[_T, bytes]:
+        data = get(store, key)
+        return parse(data), data
+
+    return with_reread(read)
+
+
+class WrapperStore(Store):
+    """Passes every call on to `store`; subclasses override some of them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._store.capabilities
+
+    def put(self, key: str, data: Data) -> None:
+        self._store.put(key, data)
+
+    def create(self, key: str, data: Data) -> bool:
+        return self._store.create(key, data)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        return self._store.get_range(key, offset, length)
+
+    def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
+        return self._store.list(prefix, after=after)
+
+    def delete(self, key: str) -> None:
+        self._store.delete(key)
+
+    def close(self) -> None:
+        self._store.close()
 
 
 class PatientStore(WrapperStore):
@@ -40,7 +119,7 @@ class PatientStore(WrapperStore):
         return PatientStore(self._store, self._limit_s, level=self._level, stop=self._stop)
 
     def put(self, key: str, data: Data) -> None:
-        self._repeat(lambda: self._store.put(key, data))
+        self._repeat(self._store.put, key, data)
 
     def create(self, key: str, data: Data) -> bool:
         def create() -> bool:
@@ -59,11 +138,11 @@ class PatientStore(WrapperStore):
 
     def get(self, key: str) -> bytes:
         self._require_running()
-        return self._repeat(lambda: self._store.get(key))
+        return self._repeat(self._store.get, key)
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         self._require_running()
-        return self._repeat(lambda: self._store.get_range(key, offset, length))
+        return self._repeat(self._store.get_range, key, offset, length)
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
         self._require_running()
@@ -71,7 +150,7 @@ class PatientStore(WrapperStore):
         return iter(self._repeat(lambda: [*self._store.list(prefix, after=after)]))
 
     def delete(self, key: str) -> None:
-        self._repeat(lambda: self._store.delete(key))
+        self._repeat(self._store.delete, key)
 
     def _has(self, key: str, data: Data) -> bool:
         try:
@@ -83,7 +162,7 @@ class PatientStore(WrapperStore):
         if self._stop.is_set():
             raise StoreError(f"{self.url} is no longer used: it was closed", transient=False)
 
-    def _repeat(self, act: Callable[[], _T], *, most_s: float = math.inf) -> _T:
+    def _repeat(self, act: Callable[..., _T], *arguments: Any, most_s: float = math.inf) -> _T:
         """The result of `act`, which is safe to repeat; its last error if the store does not recover in time.
 
         `most_s`: it is not repeated once it has taken this long by the clock on the wall, which counts sleep.
@@ -93,7 +172,7 @@ class PatientStore(WrapperStore):
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                return act()
+                return act(*arguments)
             except StoreError as error:
                 now_s = time.monotonic()
                 deadline_s = now_s + self._limit_s if deadline_s is None else deadline_s

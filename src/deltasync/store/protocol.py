@@ -1,4 +1,4 @@
-"""The store protocol: seven verbs on objects under keys, the checks that all adapters share, and bounded reads.
+"""The store protocol: seven verbs on objects under keys, and the checks that all adapters share.
 
 Keys are relative to the store's own prefix: ASCII parts joined by `/`, as `format.keys` builds them. Every adapter
 translates the errors of its client into those of `deltasync.errors`; `deltasync.testing.StoreConformance` tests
@@ -6,18 +6,13 @@ this contract.
 """
 
 import errno
-import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from deltasync.errors import CorruptError, FormatError, InvalidInputError
-from deltasync.format import limits
+from deltasync.errors import InvalidInputError
 from deltasync.parallel import Closable
-
-logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 Data = bytes | bytearray | memoryview
 
@@ -138,78 +133,3 @@ def require_range(key: str, offset: int, length: int) -> None:
 def byte_view(data: Data) -> memoryview:
     """The bytes of `data`, without a copy."""
     return memoryview(data).cast("B")
-
-
-def get_record(store: Store, key: str) -> bytes:
-    """A small record. Of an object that is too large for one, only as much as a reader needs to refuse it."""
-    return store.get_range(key, 0, limits.RECORD_BYTES_MAX + 1)
-
-
-def get_manifest(store: Store, key: str) -> bytes:
-    """A manifest, read up to its limit as `get_record` does. Most are short: one range is enough for them."""
-    start = get_record(store, key)
-    if len(start) <= limits.RECORD_BYTES_MAX:
-        return start
-    return start + store.get_range(key, len(start), limits.MANIFEST_BYTES_MAX + 1 - len(start))
-
-
-def with_reread(read: Callable[[], _T]) -> _T:
-    """The result of `read`, which is called once more if what arrived is damaged: the wire may be to blame.
-
-    It is not to blame for an object that is too large, which is read once.
-    """
-    try:
-        return read()
-    except (CorruptError, FormatError) as error:
-        if error.rule is not None and error.rule.endswith(".size"):
-            raise
-        logger.info("reading it again: %s", error)
-        return read()
-
-
-def read_parsed(
-    store: Store, key: str, parse: Callable[[bytes], _T], *, get: Callable[[Store, str], bytes] = get_record
-) -> tuple[_T, bytes]:
-    """A small object as `parse` reads it, and its bytes."""
-
-    def read() -> tuple[_T, bytes]:
-        data = get(store, key)
-        return parse(data), data
-
-    return with_reread(read)
-
-
-class WrapperStore(Store):
-    """Passes every call on to `store`; subclasses override some of them."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    @property
-    def url(self) -> str:
-        return self._store.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._store.capabilities
-
-    def put(self, key: str, data: Data) -> None:
-        self._store.put(key, data)
-
-    def create(self, key: str, data: Data) -> bool:
-        return self._store.create(key, data)
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(key)
-
-    def get_range(self, key: str, offset: int, length: int) -> bytes:
-        return self._store.get_range(key, offset, length)
-
-    def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
-        return self._store.list(prefix, after=after)
-
-    def delete(self, key: str) -> None:
-        self._store.delete(key)
-
-    def close(self) -> None:
-        self._store.close()

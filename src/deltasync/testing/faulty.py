@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from deltasync.errors import StoreError
-from deltasync.store.protocol import Data, ObjectInfo, Store, WrapperStore
+from deltasync.store.patient import WrapperStore
+from deltasync.store.protocol import Data, ObjectInfo, Store
 
 Verb = Literal["put", "create", "get", "get_range", "list", "delete"]
 Kind = Literal["refuse", "cut", "lose", "delay", "flip", "crash_before", "crash_after"]

@@ -13,9 +13,10 @@ from deltasync.codecs import exp
 from deltasync.errors import DeltasyncError
 from deltasync.feed.log import READ_THREADS, Log
 from deltasync.format import keys
+from deltasync.format.index import BlockInfo
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef
-from deltasync.format.payload import BlockInfo, Payload
+from deltasync.format.payload import Payload
 from deltasync.oneshot import layer_name
 from deltasync.parallel import each
 from deltasync.store.protocol import Store

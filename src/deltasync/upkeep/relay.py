@@ -34,8 +34,8 @@ from deltasync.format.manifest import Kind, Manifest, PayloadRef
 from deltasync.format.sealed import FeedRecord, FloorRecord, Heartbeat
 from deltasync.parallel import each
 from deltasync.store import Feed, opened
-from deltasync.store.patient import PatientStore
-from deltasync.store.protocol import Store, get_manifest
+from deltasync.store.patient import PatientStore, get_manifest
+from deltasync.store.protocol import Store
 from deltasync.upkeep.stats import Upkeep
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from itertools import islice
 from queue import SimpleQueue
 from types import TracebackType
 from typing import NoReturn, ParamSpec, Protocol, Self, TypeVar
@@ -92,27 +91,29 @@ def each(
     window = 2 * threads() if waiting is None else waiting
     source = iter(items)
     started: deque[tuple[_T, Future[_R]]] = deque()
+    ready: list[tuple[_T, _R]] = []
     failure: Exception | None = None
-
-    def start(count: int) -> None:
-        nonlocal failure
-        if failure is None:
-            try:
-                started.extend((item, pool.submit(work, item)) for item in islice(source, count))
-            except Exception as error:  # noqa: BLE001 - it is raised when the results before it have been given
-                failure = error
-
+    has_ended = False
     try:
-        start(window)
-        while started:
+        while True:
+            while not has_ended and len(started) < window:
+                try:
+                    item = next(source)
+                    started.append((item, pool.submit(work, item)))
+                except StopIteration:
+                    has_ended = True
+                except Exception as error:  # noqa: BLE001 - it is raised when the results before it have been given
+                    failure, has_ended = error, True
+            for item, result in ready:
+                if on_done is not None:
+                    on_done(item)
+                yield result
+            if not started:
+                break
             item, future = started[0]
             # The caller does what no thread has begun: otherwise work that calls `each` could wait for itself.
-            result = work(item) if future.cancel() else future.result()
+            ready = [(item, work(item) if future.cancel() else future.result())]
             started.popleft()
-            start(1)
-            if on_done is not None:
-                on_done(item)
-            yield result
         if failure is not None:
             raise failure
     finally:

@@ -176,9 +176,8 @@ class State:
         first = plan.edges[0]
         base = None
         if first.start is None and not self._has_room(first):
-            start = route.open(first)
-            base = start.base
-            self._allocate(start.layout, applied)
+            allocated, base = route.open(first)
+            self._allocate(allocated, applied)
         count = counting(progress, "restore", plan.nbytes)
         manifests = [edge.manifest for edge in plan.edges]
         layout = None if self.weights is None else self.weights.layout

@@ -34,8 +34,8 @@ MUTANTS = (
         name="target-of-another-model",
         harm="The weights of another model are fetched before the target is asked whether it can take them.",
         path="src/deltasync/replica/delivery.py",
-        old="            self._target.require(route.start().layout)\n",
-        new="            route.start()\n",
+        old="            self._target.require(route.layout())\n",
+        new="            route.layout()\n",
         killers=("tests/unit/test_replica_follower.py::test_a_feed_of_another_model",),
     ),
     Mutant(

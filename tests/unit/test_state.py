@@ -52,5 +52,5 @@ def test_a_feed_that_was_rolled_back_and_went_on_differently() -> None:
 def test_a_route_opens_each_start_once() -> None:
     feed = Feed.of(2)
     route = Route(feed.log, feed.log.read(1))
-    assert route.start() is route.start()
+    assert route.layout() is route.layout()
     assert route.plan() is route.plan()

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,14 +23,6 @@ from deltasync.format.weights import Weights
 from deltasync.store.patient import with_reread
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Start:
-    """The layout of a plan that starts from nothing, and the weights of its base if it starts with one."""
-
-    layout: Layout
-    base: Weights | None = None
 
 
 class Blocked(Exception):  # noqa: N818 - not an error: the next plan goes around the edge
@@ -60,7 +51,7 @@ class Route:
         self._first: DeltasyncError | None = None
         self._blocked: Blocked | None = None
         self._from_nothing: Plan | None = None
-        self._starts: dict[str, Start] = {}
+        self._starts: dict[str, tuple[Layout, Weights | None]] = {}
 
     def plan(self, held: int | None = None) -> Plan:
         """The cheapest plan from version `held`, without edges that could not be used.
@@ -96,11 +87,11 @@ class Route:
             self._from_nothing = chosen
         return chosen
 
-    def start(self) -> Start:
-        """Where the plan from nothing starts. Edges that cannot be used for that are avoided."""
+    def layout(self) -> Layout:
+        """The layout that the plan from nothing starts with. Edges that cannot be used for that are avoided."""
         while True:
             try:
-                return self.open(self.plan().edges[0])
+                return self.open(self.plan().edges[0])[0]
             except Blocked:
                 continue
 
@@ -117,13 +108,13 @@ class Route:
             self.rerouted += 1
             raise self._blocked from error
 
-    def open(self, edge: Edge) -> Start:
-        """Read the layout from the first payload of an edge from nothing, or open the base that it names; once."""
+    def open(self, edge: Edge) -> tuple[Layout, Weights | None]:
+        """The layout of an edge from nothing, and the weights of the base if it names one. They are read once."""
         if edge.key not in self._starts:
             with self.using(edge):
                 if edge.manifest.kind == "base":
                     weights = open_base(edge, at=self._base)
-                    self._starts[edge.key] = Start(weights.layout, weights)
+                    self._starts[edge.key] = weights.layout, weights
                 else:
                     ref = edge.manifest.payloads[0]
                     key = keys.payload_key(ref.sha256)
@@ -132,7 +123,7 @@ class Route:
                     if layout.sha256 != edge.manifest.layout_sha256:
                         message = f"{key} has another layout than its manifest"
                         raise CorruptError(message, rule="manifest.layout", key=key)
-                    self._starts[edge.key] = Start(layout)
+                    self._starts[edge.key] = layout, None
         return self._starts[edge.key]
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from deltasync.errors import CorruptError, FormatError
@@ -13,23 +13,6 @@ from deltasync.format.sealed import FORMAT, Fields, read_sealed, require_seal, s
 Data = bytes | bytearray | memoryview
 Kind = Literal["anchor", "delta", "skip", "base"]
 _KINDS: dict[str, Kind] = {"anchor": "anchor", "delta": "delta", "skip": "skip", "base": "base"}
-_FIELDS = (
-    "kind",
-    "version",
-    "parent",
-    "step",
-    "layout_sha256",
-    "parent_digest",
-    "digest",
-    "elements",
-    "changed",
-    "payloads",
-    "files",
-    "writer",
-    "created_unix_s",
-    "base",
-    "extra",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,40 +133,44 @@ class Manifest:
     def from_bytes(cls, data: bytes) -> "Manifest":
         """The inverse of `to_bytes`; CorruptError or FormatError with the broken rule on anything else."""
         # The seal is checked last, so that a manifest of a writer that breaks a rule is refused by that rule.
-        fields = read_sealed(data, "manifest", _FIELDS, bytes_max=limits.MANIFEST_BYTES_MAX, check_seal=False)
-        kind = _KINDS.get(fields.text("kind"))
+        found = read_sealed(data, "manifest", _FIELDS, bytes_max=limits.MANIFEST_BYTES_MAX, check_seal=False)
+        kind = _KINDS.get(found.text("kind"))
         if kind is None:
             raise FormatError(
-                f"{fields.values['kind']!r:.80} is not a kind of manifest that this release knows",
+                f"{found.values['kind']!r:.80} is not a kind of manifest that this release knows",
                 rule="manifest.kind",
                 hint="upgrade deltasync",
             )
-        parent_digest, files = fields.values["parent_digest"], fields.optional_object("files")
-        timeline = fields.optional_object("timeline")
-        payloads = tuple(PayloadRef.from_fields(item) for item in fields.objects("payloads"))
+        parent_digest, files = found.values["parent_digest"], found.optional_object("files")
+        timeline = found.optional_object("timeline")
+        payloads = tuple(PayloadRef.from_fields(item) for item in found.objects("payloads"))
         if len({ref.sha256 for ref in payloads}) != len(payloads):
             raise CorruptError("the manifest lists a payload twice", rule="manifest.payloads")
         manifest = cls(
             kind=kind,
-            version=fields.count("version"),
-            parent=fields.optional_count("parent"),
-            step=fields.optional_count("step"),
-            layout_sha256=fields.sha256("layout_sha256"),
+            version=found.count("version"),
+            parent=found.optional_count("parent"),
+            step=found.optional_count("step"),
+            layout_sha256=found.sha256("layout_sha256"),
             parent_digest=None if parent_digest is None else StateDigest.from_hex(parent_digest),
-            digest=StateDigest.from_hex(fields.values["digest"]),
-            elements=fields.count("elements"),
-            changed=fields.optional_count("changed"),
+            digest=StateDigest.from_hex(found.values["digest"]),
+            elements=found.count("elements"),
+            changed=found.optional_count("changed"),
             payloads=payloads,
             files=None if files is None else PayloadRef.from_fields(files),
-            writer=fields.text("writer"),
-            created_unix_s=fields.count("created_unix_s"),
-            base=_base(fields.values["base"]),
-            extra=fields.texts("extra"),
+            writer=found.text("writer"),
+            created_unix_s=found.count("created_unix_s"),
+            base=_base(found.values["base"]),
+            extra=found.texts("extra"),
             timeline=None if timeline is None else Timeline.from_fields(timeline),
         )
         _check_kind(manifest)
-        require_seal(data, fields.values, what=fields.what, scope=fields.scope)
+        require_seal(data, found.values, what=found.what, scope=found.scope)
         return manifest
+
+
+_FIELDS = tuple(each.name for each in fields(Manifest) if each.name != "timeline")
+"""What every manifest has."""
 
 
 def _base(value: Any) -> BaseRef | None:

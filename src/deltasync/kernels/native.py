@@ -98,7 +98,8 @@ class NativeKernels:
 
     def decode_planes(self, data: Buffer, elements: int, dtype: DType) -> Bits:
         with _translated():
-            return _native.decode_planes(self.name, _kind(dtype), data, elements).view(dtype.bits_dtype)
+            kind = _native.Kind(dtype.width, dtype.exponent_shift, dtype.exponent_mask)
+            return _native.decode_planes(self.name, kind, data, elements).view(dtype.bits_dtype)
 
     def decode_planes_into(self, data: Buffer, target: Region) -> Lanes:
         with _translated():
@@ -116,18 +117,16 @@ class NativeKernels:
             _native.overwrite(_writable(target), _aligned(positions), _aligned(values))
 
 
-def _kind(dtype: DType) -> _native.Kind:
-    return _native.Kind(dtype.width, dtype.exponent_shift, dtype.exponent_mask)
-
-
 def _region(region: Region) -> _native.Region:
+    kind = _native.Kind(region.dtype.width, region.dtype.exponent_shift, region.dtype.exponent_mask)
     runs, keys = np.ascontiguousarray(region.runs), np.ascontiguousarray(region.keys)
-    return _native.Region(_kind(region.dtype), region.arrays, runs, keys)
+    return _native.Region(kind, region.arrays, runs, keys)
 
 
 def _writable(region: Region) -> _native.WritableRegion:
     region.require_writable()
-    return _native.WritableRegion(_kind(region.dtype), region.arrays, np.ascontiguousarray(region.runs))
+    kind = _native.Kind(region.dtype.width, region.dtype.exponent_shift, region.dtype.exponent_mask)
+    return _native.WritableRegion(kind, region.arrays, np.ascontiguousarray(region.runs))
 
 
 def _aligned(array: Bits) -> Bits:

@@ -132,7 +132,7 @@ class Delivery:
         route, weights = Route(self._log, goal, base=self._base), self._mirror.weights
         if weights is None or weights.layout.sha256 != goal.layout_sha256:
             since = time.perf_counter()
-            self._target.require(route.start().layout)
+            self._target.require(route.layout())
             self._applied.plan_s += time.perf_counter() - since
         try:
             self._mirror.advance(route, self._applied)

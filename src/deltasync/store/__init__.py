@@ -63,7 +63,12 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         if text.strip() == "":
             raise InvalidInputError("the store has no name", hint=f"use {', '.join(_FORMS)}")
         _require_no_url(text, is_path=not isinstance(url, str))
-        return LocalStore(_expanded(text) if isinstance(url, str) else url)
+        try:
+            return LocalStore(Path(text).expanduser() if isinstance(url, str) else url)
+        except RuntimeError:
+            # No such user, or HOME is not set and the system does not know this user, as in some containers.
+            message = f"{text!r}: there is no such home"
+            raise InvalidInputError(message, hint="set HOME, or give the whole path") from None
     url = text
     name = scheme[1].lower()
     if name == "file":
@@ -80,15 +85,6 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     meant = _meant(name)
     question = "" if meant is None else f"did you mean {_shown(meant, url[scheme.end() :])}? Or "
     raise InvalidInputError(f"{name}:// is not a kind of store", hint=f"{question}use {', '.join(_FORMS)}")
-
-
-def _expanded(text: str) -> Path:
-    """The path with the home of the user in place of `~`."""
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        # No such user, or HOME is not set and the system does not know this user, as in some containers.
-        raise InvalidInputError(f"{text!r}: there is no such home", hint="set HOME, or give the whole path") from None
 
 
 def _require_no_url(text: str, *, is_path: bool) -> None:

@@ -187,12 +187,22 @@ class BucketStore(Store):
             raise self._store_error(error, f"cannot {verb} {key or 'objects'} in {self.url}", key) from None
 
     def _store_error(self, error: Exception, what: str, key: str) -> StoreError:
-        from huggingface_hub.errors import BucketBatchError, OfflineModeIsEnabled
+        from huggingface_hub.errors import BucketBatchError, HfHubHTTPError, OfflineModeIsEnabled
 
         def permanent(reason: str, hint: str) -> StoreError:
             return StoreError(f"{what}: {reason}", transient=False, hint=hint, key=key)
 
-        status, text = _status(error), _text(error)
+        lines = str(error).strip().splitlines()
+        text = _without_secrets(lines[0]) if lines else type(error).__name__
+        # The transfer library has the status only in its message.
+        match = _TRANSFER_STATUS.search(str(error))
+        status = None if match is None else int(match[1])
+        if isinstance(error, HfHubHTTPError):
+            status = error.response.status_code
+            if error.server_message:
+                text = f"{_without_secrets(' '.join(error.server_message.split()))} ({status})"
+        # A transfer that failed after it got its token: the bucket exists.
+        is_about_content = not isinstance(error, HfHubHTTPError) and "-token" not in str(error)
         if isinstance(error, BucketBatchError):
             reasons = "; ".join(f"{f.get('path')}: {f.get('error')}" for f in error.failures)
             return permanent(f"the Hub refused {_without_secrets(reasons)}", "see the reason from the Hub")
@@ -206,7 +216,7 @@ class BucketStore(Store):
             return permanent("the token is missing or wrong (401)", "set HF_TOKEN, or log in with `hf auth login`")
         if status == 403:
             return permanent(f"the token lacks the permission (403): {text}", "use a token with access to this bucket")
-        if status == 404 and not _is_about_content(error):
+        if status == 404 and not is_about_content:
             return permanent(
                 f"there is no bucket {self._bucket_id}, or the token may not see it",
                 f"check the name, or create it with `hf buckets create {self._bucket_id} --private`",
@@ -263,39 +273,11 @@ def _can_write(folder: Path) -> bool:
     return True
 
 
-def _status(error: Exception) -> int | None:
-    """The HTTP status behind an error. The transfer library has it only in its message."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code
-    match = _TRANSFER_STATUS.search(str(error))
-    return None if match is None else int(match[1])
-
-
-def _text(error: Exception) -> str:
-    """The first line of the message, without secrets."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if isinstance(error, HfHubHTTPError) and error.server_message:
-        message = " ".join(error.server_message.split())
-        return f"{_without_secrets(message)} ({error.response.status_code})"
-    lines = str(error).strip().splitlines()
-    return _without_secrets(lines[0]) if lines else type(error).__name__
-
-
 def _without_secrets(text: str) -> str:
     """The text without tokens, without the user in URLs, and without their queries, which may be signed."""
     token = os.environ.get("HF_TOKEN", "").strip()
     text = text.replace(token, _HIDDEN) if token else text
     return _URL_QUERY.sub("", _URL_USER.sub("//", _TOKEN.sub(_HIDDEN, text)))
-
-
-def _is_about_content(error: Exception) -> bool:
-    """Whether a transfer failed after it got its token. The bucket then exists."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return not isinstance(error, HfHubHTTPError) and "-token" not in str(error)
 
 
 class _Quiet:

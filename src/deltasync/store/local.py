@@ -45,20 +45,16 @@ def claim(temporary: Path, path: Path) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        return _is_same_file(temporary, path)
+        # An NFS client that lost the reply repeats the request and finds its own link.
+        try:
+            return os.path.samefile(temporary, path)
+        except FileNotFoundError:
+            return False
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
         return _rename_if_free(temporary, path)
     return True
-
-
-def _is_same_file(temporary: Path, path: Path) -> bool:
-    """Whether the link is our own: an NFS client that lost the reply repeats the request and finds its own link."""
-    try:
-        return os.path.samefile(temporary, path)
-    except FileNotFoundError:
-        return False
 
 
 def _rename_if_free(temporary: Path, path: Path) -> bool:
@@ -227,12 +223,15 @@ class LocalStore(Store):
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
         """The objects below a folder (its key, without the last slash), in the order of their whole keys."""
         with self._errors("list", folder):
-            entries = _entries(self._root / folder)
+            entries: list[tuple[str, os.DirEntry[str]]] = []
+            # Those that are not hidden; the names of folders end with a slash.
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._root / folder) as found:
+                entries = [(f"{e.name}/" if e.is_dir() else e.name, e) for e in found if not e.name.startswith(".")]
             if not entries:
                 self._require_root()
         start = f"{folder}/" if folder else ""
         # The keys below a folder `a` begin with `a/`: it sorts after `a-b` and `a.b`, and before `a0`.
-        for name, entry in entries:
+        for name, entry in sorted(entries, key=lambda pair: pair[0]):
             key = start + name
             if name.endswith("/"):
                 inside = key.startswith(prefix) or prefix.startswith(key)
@@ -333,13 +332,3 @@ def _remove_leftovers(folder: Path) -> None:
         for entry in entries:
             if _LEFTOVER.fullmatch(entry.name) is not None and now - entry.stat().st_mtime > LEFTOVER_AGE_S:
                 os.unlink(entry.path)
-
-
-def _entries(folder: Path) -> list[tuple[str, os.DirEntry[str]]]:
-    """The entries of a folder that are not hidden, sorted; the names of folders end with a slash."""
-    try:
-        with os.scandir(folder) as entries:
-            shown = [entry for entry in entries if not entry.name.startswith(".")]
-            return sorted(((f"{e.name}/" if e.is_dir() else e.name, e) for e in shown), key=lambda pair: pair[0])
-    except (FileNotFoundError, NotADirectoryError):
-        return []

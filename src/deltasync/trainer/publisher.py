@@ -298,7 +298,7 @@ class FeedPublisher:
     def _resumed(self, layout: Layout | None, head: Manifest, path: Path | None) -> Weights:
         """The shadow at the head: a mapped file may hold it already; otherwise it is rebuilt from the feed."""
         route = Route(self._upload.log, head)
-        weights = shadow_weights(route.start().layout if layout is None else layout, path)
+        weights = shadow_weights(route.layout() if layout is None else layout, path)
         if path is None or blocks.digest(weights) != head.digest:
             logger.info("rebuilding the shadow of version %d from the feed", head.version)
             State(weights, scratch=True).advance(route)
@@ -327,4 +327,4 @@ class FeedPublisher:
 def require_layout(route: Route, layout: Layout) -> None:
     """InvalidInputError, naming the tensor, if the feed has other tensors than the weights."""
     if layout.sha256 != route.goal.layout_sha256:
-        require_same(route.start().layout, layout)
+        require_same(route.layout(), layout)

@@ -59,6 +59,6 @@ def restore(
         if files and not has_config(beside):
             logger.warning(_NO_CONFIG, target.version, store.url)
         route = Route(log, target, base=base_path)
-        with new_checkpoint(route.start().layout, beside, out) as weights:
+        with new_checkpoint(route.layout(), beside, out) as weights:
             State(weights, scratch=True).advance(route, progress=progress)
         return target

@@ -71,7 +71,7 @@ class BareModel:
                 ref = first.manifest.base
                 try:
                     if ref is None:
-                        return cls(head.version, files, route.open(first).layout)
+                        return cls(head.version, files, route.open(first)[0])
                     if base is None and not os.path.exists(ref.checkpoint):
                         raise InvalidInputError(
                             f"{where} starts from the checkpoint {ref.checkpoint!r:.200}, which is not in the feed",

@@ -165,8 +165,7 @@ class Log:
     def skips(self, *, start: int = 0) -> list[tuple[int, int]]:
         """Every skip from version `start` or a later one, as the versions that it leads from and to."""
         after = keys.skip_key(start - 1, limits.VERSION_MAX) if start else None
-        pairs = (keys.parse_skip_key(item.key) for item in self.store.list(keys.SKIPS, after=after))
-        return [pair for pair in pairs if pair is not None]
+        return self._listed(keys.SKIPS, keys.parse_skip_key, after)
 
     def payloads(self) -> Iterator[tuple[str, ObjectInfo]]:
         """The payloads in the listing, by their SHA-256."""
@@ -201,8 +200,7 @@ class Log:
 
     def pins(self) -> list[Pin]:
         """All pins, by name. CorruptError or FormatError if one cannot be read: it may keep any version."""
-        names = [keys.parse_pin_key(item.key) for item in self.store.list(keys.PINS)]
-        found = each(self.pin, [name for name in names if name is not None], waiting=READ_THREADS)
+        found = each(self.pin, self._listed(keys.PINS, keys.parse_pin_key), waiting=READ_THREADS)
         return [pin for pin in found if pin is not None]
 
     def heartbeats(self) -> list[Heartbeat]:
@@ -260,9 +258,9 @@ class Log:
         """Write the heartbeat of a replica."""
         self.store.put(keys.replica_key(heartbeat.replica), heartbeat.to_bytes())
 
-    def _listed(self, prefix: str, parse: Callable[[str], int | None], after: str | None = None) -> list[int]:
-        versions = (parse(item.key) for item in self.store.list(prefix, after=after))
-        return [version for version in versions if version is not None]
+    def _listed(self, prefix: str, parse: Callable[[str], _T | None], after: str | None = None) -> list[_T]:
+        parsed = (parse(item.key) for item in self.store.list(prefix, after=after))
+        return [found for found in parsed if found is not None]
 
     def _last_listed(self) -> int | None:
         """The newest version in the listing, of which only the end is read.

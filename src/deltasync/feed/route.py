@@ -20,7 +20,7 @@ from deltasync.format.layout import Layout
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.payload import Payload
 from deltasync.format.weights import Weights
-from deltasync.store.patient import with_reread
+from deltasync.store.patient import require_rereadable
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,12 @@ class Route:
                 else:
                     ref = edge.manifest.payloads[0]
                     key = keys.payload_key(ref.sha256)
-                    opened = with_reread(partial(Payload.open, partial(self.log.store.get_range, key), ref.nbytes))
-                    layout = opened.header.layout
+                    read = partial(self.log.store.get_range, key)
+                    try:
+                        layout = Payload.open(read, ref.nbytes).header.layout
+                    except (CorruptError, FormatError) as error:
+                        require_rereadable(error)
+                        layout = Payload.open(read, ref.nbytes).header.layout
                     if layout.sha256 != edge.manifest.layout_sha256:
                         message = f"{key} has another layout than its manifest"
                         raise CorruptError(message, rule="manifest.layout", key=key)

@@ -51,7 +51,32 @@ def unpack_runs(value: Any, layout: Layout, *, elements_max: int, runs_max: int)
     """
     if not isinstance(value, list) or not value:
         raise CorruptError("runs of a block must be a list that is not empty", rule="runs.entry")
-    checked = [_checked(item, layout) for item in value]
+    checked: list[tuple[int, int, int, int, int]] = []
+    for item in value:
+        is_run = isinstance(item, list) and len(item) in (3, 5)
+        if not is_run or not all(is_count(number, most=limits.ELEMENTS_MAX) for number in item):
+            raise CorruptError(f"a run must be 3 or 5 whole numbers, not {item!r:.120}", rule="runs.entry")
+        tensor, start, count, stride, repeat = item if len(item) == 5 else (*item, item[2], 1)
+        if tensor >= len(layout.tensors):
+            raise CorruptError(
+                f"a run is in tensor {tensor}, but the layout has {len(layout.tensors)}", rule="runs.tensor"
+            )
+        if count == 0:
+            raise CorruptError(f"a run in tensor {tensor} has no elements", rule="runs.empty")
+        if len(item) == 5 and (repeat < 2 or stride < count):
+            raise CorruptError(
+                f"a run of {count} elements has stride {stride} and repeat {repeat}; a stride must be at least the "
+                "number of elements, and a repeat at least 2",
+                rule="runs.stride",
+            )
+        end = start + (repeat - 1) * stride + count
+        spec = layout.tensors[tensor]
+        if end > spec.elements:
+            raise CorruptError(
+                f"a run ends at element {end} of tensor {spec.name!r:.200}, which has {spec.elements}",
+                rule="runs.range",
+            )
+        checked.append((tensor, start, count, stride, repeat))
     runs = sum(repeat for *_, repeat in checked)
     elements = sum(count * repeat for _, _, count, _, repeat in checked)
     if elements > elements_max:
@@ -86,31 +111,6 @@ def require_disjoint(all_runs: Sequence[Runs], layout: Layout) -> None:
 def elements_of(runs: Runs) -> int:
     """The number of elements that the runs cover."""
     return int(runs[:, 2].sum())
-
-
-def _checked(item: Any, layout: Layout) -> tuple[int, int, int, int, int]:
-    """(tensor, start, count, stride, repeat), each inside its bounds."""
-    are_counts = isinstance(item, list) and all(is_count(value, most=limits.ELEMENTS_MAX) for value in item)
-    if not are_counts or len(item) not in (3, 5):
-        raise CorruptError(f"a run must be 3 or 5 whole numbers, not {item!r:.120}", rule="runs.entry")
-    tensor, start, count, stride, repeat = item if len(item) == 5 else (*item, item[2], 1)
-    if tensor >= len(layout.tensors):
-        raise CorruptError(f"a run is in tensor {tensor}, but the layout has {len(layout.tensors)}", rule="runs.tensor")
-    if count == 0:
-        raise CorruptError(f"a run in tensor {tensor} has no elements", rule="runs.empty")
-    if len(item) == 5 and (repeat < 2 or stride < count):
-        raise CorruptError(
-            f"a run of {count} elements has stride {stride} and repeat {repeat}; a stride must be at least the number "
-            "of elements, and a repeat at least 2",
-            rule="runs.stride",
-        )
-    end = start + (repeat - 1) * stride + count
-    spec = layout.tensors[tensor]
-    if end > spec.elements:
-        raise CorruptError(
-            f"a run ends at element {end} of tensor {spec.name!r:.200}, which has {spec.elements}", rule="runs.range"
-        )
-    return tensor, start, count, stride, repeat
 
 
 COO = "coo/1"
@@ -195,34 +195,31 @@ def decode_index(data: bytes, known: Layout | None = None) -> tuple[Layout, tupl
         layout = known
     else:
         layout = Layout.from_json(fields["layout"])
-    records: list[BlockInfo] = []
+    infos: list[BlockInfo] = []
     runs_left = limits.RUNS_MAX
     for i, item in enumerate(fields["blocks"]):
-        record = _record(i, item, layout, runs_left)
-        runs_left -= len(record.runs)
-        records.append(record)
-    return layout, tuple(records)
-
-
-def _record(i: int, item: Any, layout: Layout, runs_left: int) -> BlockInfo:
-    what = f"block {i}"
-    if not isinstance(item, dict):
-        raise CorruptError(f"{what} must be a JSON object", rule="block.field")
-    require_fields(item, _BLOCK_FIELDS, what=what, scope="block")
-    codec, changed = item["codec"], item["changed"]
-    if not isinstance(codec, str) or not is_sha256(item["sha256"]) or not isinstance(item["digest"], str):
-        raise CorruptError(f"codec and digest of {what} must be texts, and sha256 a SHA-256 in hex", rule="block.field")
-    if codec not in CODECS:
-        raise FormatError(
-            f"{what} has the codec {codec!r:.80}; this release knows {', '.join(CODECS)}",
-            rule="block.codec",
-            hint="upgrade deltasync",
-        )
-    elements_max = limits.ELEMENTS_MAX if codec == COO else limits.BLOCK_ELEMENTS_MAX
-    runs = unpack_runs(item["runs"], layout, elements_max=elements_max, runs_max=runs_left)
-    if not is_count(changed, most=elements_of(runs)):
-        raise CorruptError(
-            f"changed of {what} must be from 0 to its {elements_of(runs)} elements, not {changed!r:.40}",
-            rule="block.changed",
-        )
-    return BlockInfo(codec, runs, changed, StateDigest.from_hex(item["digest"]), item["sha256"])
+        what = f"block {i}"
+        if not isinstance(item, dict):
+            raise CorruptError(f"{what} must be a JSON object", rule="block.field")
+        require_fields(item, _BLOCK_FIELDS, what=what, scope="block")
+        codec, changed = item["codec"], item["changed"]
+        if not isinstance(codec, str) or not is_sha256(item["sha256"]) or not isinstance(item["digest"], str):
+            raise CorruptError(
+                f"codec and digest of {what} must be texts, and sha256 a SHA-256 in hex", rule="block.field"
+            )
+        if codec not in CODECS:
+            raise FormatError(
+                f"{what} has the codec {codec!r:.80}; this release knows {', '.join(CODECS)}",
+                rule="block.codec",
+                hint="upgrade deltasync",
+            )
+        elements_max = limits.ELEMENTS_MAX if codec == COO else limits.BLOCK_ELEMENTS_MAX
+        runs = unpack_runs(item["runs"], layout, elements_max=elements_max, runs_max=runs_left)
+        if not is_count(changed, most=elements_of(runs)):
+            raise CorruptError(
+                f"changed of {what} must be from 0 to its {elements_of(runs)} elements, not {changed!r:.40}",
+                rule="block.changed",
+            )
+        runs_left -= len(runs)
+        infos.append(BlockInfo(codec, runs, changed, StateDigest.from_hex(item["digest"]), item["sha256"]))
+    return layout, tuple(infos)

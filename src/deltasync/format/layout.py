@@ -137,7 +137,15 @@ class Layout:
                 f"the layout has {len(ordered)} tensors; at most {limits.TENSORS_MAX} are allowed", rule="layout.count"
             )
         for i, spec in enumerate(ordered):
-            _check_spec(spec)
+            name_bytes, most = len(spec.name.encode()), limits.NAME_BYTES_MAX
+            if not 0 < name_bytes <= most:
+                raise FormatError(f"a tensor name has {name_bytes} bytes; it must have 1 to {most}", rule="layout.name")
+            if len(spec.shape) > limits.DIMENSIONS_MAX:
+                message = f"has {len(spec.shape)} dimensions; at most {limits.DIMENSIONS_MAX} are allowed"
+                raise FormatError(f"tensor {spec.name!r:.200} {message}", rule="layout.dimensions")
+            if any(d > limits.ELEMENTS_MAX for d in spec.shape) or spec.elements > limits.ELEMENTS_MAX:
+                message = f"has more than {limits.ELEMENTS_MAX} elements, the most that are allowed"
+                raise FormatError(f"tensor {spec.name!r:.200} {message}", rule="layout.elements")
             if i and ordered[i - 1].name == spec.name:
                 raise FormatError(f"the layout has the tensor {spec.name!r:.200} twice", rule="layout.duplicate")
         return cls(ordered)
@@ -182,11 +190,11 @@ class Layout:
         """`tensor_seed` of each tensor, one row each."""
         return np.array([tensor_seed(t) for t in self.tensors], np.uint64).reshape(-1, 2)
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return sum(t.elements for t in self.tensors)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
 
@@ -208,21 +216,3 @@ class Layout:
                 rule="layout.differs",
                 hint="a delta joins two states of one layout; check that both are the same model",
             )
-
-
-def _check_spec(spec: TensorSpec) -> None:
-    name_bytes = len(spec.name.encode())
-    if not 0 < name_bytes <= limits.NAME_BYTES_MAX:
-        raise FormatError(
-            f"a tensor name has {name_bytes} bytes; it must have 1 to {limits.NAME_BYTES_MAX}", rule="layout.name"
-        )
-    if len(spec.shape) > limits.DIMENSIONS_MAX:
-        raise FormatError(
-            f"tensor {spec.name!r:.200} has {len(spec.shape)} dimensions; at most {limits.DIMENSIONS_MAX} are allowed",
-            rule="layout.dimensions",
-        )
-    if any(d > limits.ELEMENTS_MAX for d in spec.shape) or spec.elements > limits.ELEMENTS_MAX:
-        raise FormatError(
-            f"tensor {spec.name!r:.200} has more than {limits.ELEMENTS_MAX} elements, the most that are allowed",
-            rule="layout.elements",
-        )

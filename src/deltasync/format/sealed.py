@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
 from deltasync.errors import CorruptError, FormatError
@@ -185,18 +185,13 @@ def parse_object(data: bytes, *, what: str, scope: str) -> dict[str, Any]:
         raise CorruptError(f"{what} is not valid JSON: {detail}", rule=f"{scope}.json") from error
     if not isinstance(value, dict):
         raise CorruptError(f"{what} is not a JSON object", rule=f"{scope}.json")
-    _require_shallow(value, what=what, scope=scope)
-    return value
-
-
-def _require_shallow(value: dict[str, Any], *, what: str, scope: str) -> None:
-    """CorruptError for nesting that the parser just manages, and a later `repr` or encoder may not."""
+    # Nesting that the parser just manages, and a later `repr` or encoder may not.
     level: list[Any] = [value]
     for _ in range(limits.JSON_DEPTH_MAX):
         items = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
         level = [item for item in items if isinstance(item, (list, dict)) and item]
         if not level:
-            return
+            return value
     raise CorruptError(
         f"{what} is nested more than {limits.JSON_DEPTH_MAX} levels deep, the most that are allowed",
         rule=f"{scope}.json",
@@ -310,13 +305,7 @@ class Pin:
     created_unix_s: int
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "version": self.version,
-            "digest": self.digest,
-            "note": self.note,
-            "created_unix_s": self.created_unix_s,
-        }
+        return asdict(self)
 
     def to_bytes(self) -> bytes:
         return sealed({"format": FORMAT, **self.to_json()})

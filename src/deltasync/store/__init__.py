@@ -76,12 +76,14 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     if name == "memory":
         return memory_store(url[scheme.end() :])
     if name in KINDS:
-        # Imported here, like BucketStore below: a feed in a folder needs no client of a cloud.
+        # Imported here, like the client of the Hub below: a feed in a folder needs no client of a cloud.
         from deltasync.store.remote import open_remote
 
         return open_remote(url)
     if name == "hf":
-        return _open_buckets(url)
+        from deltasync.store.hub import open_bucket
+
+        return open_bucket(url)
     meant = _meant(name)
     question = "" if meant is None else f"did you mean {_shown(meant, url[scheme.end() :])}? Or "
     raise InvalidInputError(f"{name}:// is not a kind of store", hint=f"{question}use {', '.join(_FORMS)}")
@@ -125,20 +127,3 @@ def file_path(url: str) -> Path:
             "the file:// URL names no absolute path", hint="use file:///absolute/path, or a plain path"
         )
     return Path(unquote(parts.path))
-
-
-def _open_buckets(url: str) -> Store:
-    # Messages do not repeat the URL, which may contain a token.
-    if any(character in url for character in "@?#"):
-        raise InvalidInputError(
-            "an hf:// URL must not have a user, a query or a fragment",
-            hint="use hf://buckets/namespace/name/prefix; the token comes from HF_TOKEN or `hf auth login`",
-        )
-    kind, _, rest = url.partition("://")[2].partition("/")
-    namespace, _, rest = rest.partition("/")
-    name, _, prefix = rest.partition("/")
-    if kind != "buckets" or not namespace or not name:
-        raise InvalidInputError("the hf:// URL names no bucket", hint="use hf://buckets/namespace/name/prefix")
-    from deltasync.store.hub import BucketStore
-
-    return BucketStore(f"{namespace}/{name}", prefix.strip("/"))

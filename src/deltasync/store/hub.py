@@ -51,6 +51,22 @@ _importing = threading.Lock()
 _LATER = "the Hub or the network is failing, and the client has retried for a while already: retry later"
 
 
+def open_bucket(url: str) -> "BucketStore":
+    """The store at a URL such as `hf://buckets/namespace/name/prefix`."""
+    # Messages do not repeat the URL, which may contain a token.
+    if any(character in url for character in "@?#"):
+        raise InvalidInputError(
+            "an hf:// URL must not have a user, a query or a fragment",
+            hint="use hf://buckets/namespace/name/prefix; the token comes from HF_TOKEN or `hf auth login`",
+        )
+    kind, _, rest = url.partition("://")[2].partition("/")
+    namespace, _, rest = rest.partition("/")
+    name, _, prefix = rest.partition("/")
+    if kind != "buckets" or not namespace or not name:
+        raise InvalidInputError("the hf:// URL names no bucket", hint="use hf://buckets/namespace/name/prefix")
+    return BucketStore(f"{namespace}/{name}", prefix.strip("/"))
+
+
 class BucketStore(Store):
     """The files of a bucket below a prefix. HF_TOKEN and HF_ENDPOINT are read at each call."""
 
@@ -135,8 +151,7 @@ class BucketStore(Store):
         return bytes(content)
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
-        require_prefix(prefix)
-        require_prefix("" if after is None else after)
+        require_prefix(prefix, after)
         api = _api()
         below = self._root + prefix
         with self._errors("list", prefix):
@@ -250,7 +265,15 @@ def _import_transfers() -> None:
     with _importing:
         if "hf_xet" in sys.modules:
             return
-        drop = _LOG_DEST not in os.environ and not _can_write(Path(constants.HF_XET_CACHE, "logs"))
+        drop = False
+        if _LOG_DEST not in os.environ:
+            folder = Path(constants.HF_XET_CACHE, "logs")
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                # Only a file that is created tells: permissions do not stop root, and a file system may be read-only.
+                tempfile.TemporaryFile(dir=folder).close()
+            except OSError:
+                drop = True
         if drop:
             os.environ[_LOG_DEST] = os.devnull
         try:
@@ -260,17 +283,6 @@ def _import_transfers() -> None:
         finally:
             if drop:
                 del os.environ[_LOG_DEST]
-
-
-def _can_write(folder: Path) -> bool:
-    """Whether files can be created in the folder, which is made if need be."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Only a file that is created tells: permissions do not stop root, and a file system may be read-only.
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:
-        return False
-    return True
 
 
 def _without_secrets(text: str) -> str:

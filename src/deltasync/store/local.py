@@ -158,8 +158,7 @@ class LocalStore(Store):
             return read_range(file.fileno(), offset, wanted)
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
-        require_prefix(prefix)
-        require_prefix("" if after is None else after)
+        require_prefix(prefix, after)
         # No key is empty, so all keys sort after "".
         return self._walk(prefix.rpartition("/")[0], prefix, "" if after is None else after)
 

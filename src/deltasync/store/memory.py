@@ -56,8 +56,7 @@ class MemoryStore(Store):
         return self.get(key)[offset : offset + length]
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
-        require_prefix(prefix)
-        require_prefix("" if after is None else after)
+        require_prefix(prefix, after)
         with self._lock:
             found = [
                 ObjectInfo(key, len(data), modified)

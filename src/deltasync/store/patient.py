@@ -28,36 +28,33 @@ def get_record(store: Store, key: str) -> bytes:
 
 def get_manifest(store: Store, key: str) -> bytes:
     """A manifest, read up to its limit as `get_record` does. Most are short: one range is enough for them."""
-    start = get_record(store, key)
+    start = store.get_range(key, 0, limits.RECORD_BYTES_MAX + 1)
     if len(start) <= limits.RECORD_BYTES_MAX:
         return start
     return start + store.get_range(key, len(start), limits.MANIFEST_BYTES_MAX + 1 - len(start))
 
 
-def with_reread(read: Callable[[], _T]) -> _T:
-    """The result of `read`, which is called once more if what arrived is damaged: the wire may be to blame.
-
-    It is not to blame for an object that is too large, which is read once.
-    """
-    try:
-        return read()
-    except (CorruptError, FormatError) as error:
-        if error.rule is not None and error.rule.endswith(".size"):
-            raise
-        logger.info("reading it again: %s", error)
-        return read()
-
-
 def read_parsed(
     store: Store, key: str, parse: Callable[[bytes], _T], *, get: Callable[[Store, str], bytes] = get_record
 ) -> tuple[_T, bytes]:
-    """A small object as `parse` reads it, and its bytes."""
-
-    def read() -> tuple[_T, bytes]:
-        data = get(store, key)
+    """A small object as `parse` reads it, and its bytes. It is read once more if what arrived is damaged."""
+    data = get(store, key)
+    try:
         return parse(data), data
+    except (CorruptError, FormatError) as error:
+        require_rereadable(error)
+    data = get(store, key)
+    return parse(data), data
 
-    return with_reread(read)
+
+def require_rereadable(error: CorruptError | FormatError) -> None:
+    """Raise the error of what was read unless the wire may be to blame, and it should be read once more.
+
+    It is not to blame for an object that is too large, which is read once.
+    """
+    if error.rule is not None and error.rule.endswith(".size"):
+        raise error
+    logger.info("reading it again: %s", error)
 
 
 class WrapperStore(Store):

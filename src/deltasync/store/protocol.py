@@ -117,9 +117,10 @@ def require_key(key: str) -> None:
         )
 
 
-def require_prefix(prefix: str) -> None:
-    """InvalidInputError unless a key can begin with `prefix`."""
-    require_key(f"{prefix}0")
+def require_prefix(prefix: str, after: str | None = None) -> None:
+    """InvalidInputError unless a key can begin with `prefix`, and with `after`."""
+    for beginning in (prefix, after or ""):
+        require_key(f"{beginning}0")
 
 
 def require_range(key: str, offset: int, length: int) -> None:

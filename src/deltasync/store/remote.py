@@ -175,7 +175,10 @@ class RemoteStore(Store):
         for _ in range(3):
             with self._errors("get", key):
                 try:
-                    return self._get_parts(key)
+                    first, total, etag = self._fetch(key, 0, PART_BYTES)
+                    starts = range(PART_BYTES, total, PART_BYTES)
+                    rest = [self._fetch(key, at, min(at + PART_BYTES, total), etag)[0] for at in starts]
+                    return b"".join((first, *rest)) if rest else first
                 except exceptions.PreconditionError:
                     # The object was replaced while it was read.
                     continue
@@ -191,8 +194,7 @@ class RemoteStore(Store):
             return self._fetch(key, offset, offset + max(length, 1))[0][:length]
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[ObjectInfo]:
-        require_prefix(prefix)
-        require_prefix("" if after is None else after)
+        require_prefix(prefix, after)
         # Collected and sorted: SeaweedFS lists folder by folder, with `a/b` before `a-b`.
         with self._errors("list", prefix):
             infos = list(self._listed(prefix, "" if after is None else after))
@@ -217,13 +219,6 @@ class RemoteStore(Store):
             if size_class not in self._clients:
                 self._clients[size_class] = self._connect(60 + (2 * PART_BYTES << size_class) / LEAST_BYTES_PER_S)
             return self._clients[size_class]
-
-    def _get_parts(self, key: str) -> bytes:
-        first, total, etag = self._fetch(key, 0, PART_BYTES)
-        parts = [first]
-        for start in range(PART_BYTES, total, PART_BYTES):
-            parts.append(self._fetch(key, start, min(start + PART_BYTES, total), etag)[0])
-        return first if len(parts) == 1 else b"".join(parts)
 
     def _fetch(self, key: str, start: int, end: int, etag: str | None = None) -> tuple[bytes, int, str | None]:
         """The bytes of a range, up to the end of the object; the size of the object; its ETag."""

@@ -108,7 +108,11 @@ class FaultyStore(WrapperStore):
     def _do(
         self, verb: Verb, key: str, act: Callable[[], _T], *, damage: Callable[[_T, Operation], _T] | None = None
     ) -> _T:
-        operation = self._begin(verb, key)
+        with self._lock:
+            if self._is_dead:
+                raise Crash("the process is dead")
+            operation = Operation(len(self.operations) + 1, verb, key)
+            self.operations.append(operation)
         fault = self._plan(operation)
         if fault is None:
             return act()
@@ -127,14 +131,6 @@ class FaultyStore(WrapperStore):
             if fault.kind == "lose":
                 raise _error(operation, fault)
         return damage(result, operation) if fault.kind == "flip" and damage is not None else result
-
-    def _begin(self, verb: Verb, key: str) -> Operation:
-        with self._lock:
-            if self._is_dead:
-                raise Crash("the process is dead")
-            operation = Operation(len(self.operations) + 1, verb, key)
-            self.operations.append(operation)
-            return operation
 
     def _death(self, operation: Operation) -> Crash:
         with self._lock:

@@ -97,10 +97,12 @@ class Exporter(Closable):
         """Write the folder of the next version; None if there is no further version."""
         if self._log is None:
             self._log = Log(self._resources.enter_context(opened(self._feed)))
-        log = self._log
+        log, state = self._log, self._state
         last = self._resumed(log) if self._last is None else self._last
         if last is None:
-            target = self._first(log)
+            head = log.require_head()
+            # The oldest that is kept, so that no later one is left out, unless one is given.
+            target = log.read(min(log.floor(), head.version) if self._start is None else self._start)
             self._go_to(log, target)
             exported = self._write_checkpoint(log, target)
         else:
@@ -110,36 +112,28 @@ class Exporter(Closable):
                 return None
             if (floor := log.floor()) > target.version:
                 target = log.read(floor)
-            exported = self._write_next(log, last, target)
+            # A folder has whole tensors, also where nothing changes.
+            if not state.is_sound():
+                state.discard(Applied())
+            # Another process wrote the last folder, or an attempt to write the next one failed.
+            if state.version != last.version:
+                self._go_to(log, last)
+            past = state.past(over_anchors=True)
+            state.pasts.append(past)
+            try:
+                self._go_to(log, target)
+            finally:
+                state.pasts.remove(past)
+            if past.is_lost:
+                # The weights have another layout.
+                exported = self._write_checkpoint(log, target)
+            else:
+                exported = self._write_delta(last, target, tensor_deltas(state.require_weights(), past.difference()))
         self._last = target
         return exported
 
-    def _first(self, log: Log) -> Manifest:
-        """The version to start with: the oldest that is kept, so that no later one is left out, unless one is given."""
-        head = log.require_head()
-        return log.read(min(log.floor(), head.version) if self._start is None else self._start)
-
     def _go_to(self, log: Log, target: Manifest) -> None:
         self._state.advance(Route(log, target, base=self._base))
-
-    def _write_next(self, log: Log, last: Manifest, target: Manifest) -> Exported:
-        """The folder of a version: what it changed, or all weights where they have another layout."""
-        state = self._state
-        # A folder has whole tensors, also where nothing changes.
-        if not state.is_sound():
-            state.discard(Applied())
-        # Another process wrote the last folder, or an attempt to write the next one failed.
-        if state.version != last.version:
-            self._go_to(log, last)
-        past = state.past(over_anchors=True)
-        state.pasts.append(past)
-        try:
-            self._go_to(log, target)
-        finally:
-            state.pasts.remove(past)
-        if past.is_lost:
-            return self._write_checkpoint(log, target)
-        return self._write_delta(last, target, tensor_deltas(state.require_weights(), past.difference()))
 
     def _write_checkpoint(self, log: Log, target: Manifest) -> Exported:
         path, weights = self._root / folder_name(target.version), self._state.require_weights()
@@ -179,7 +173,16 @@ class Exporter(Closable):
             return None
         version = max(folders)
         path = folders[version]
-        digest = _marked_digest(path, version)
+        hint = "choose an empty folder to export to"
+        try:
+            with (path / MARK).open("rb") as file:
+                fields = parse_object(file.read(_MARK_BYTES_MAX), what=str(path / MARK), scope="export")
+        except FileNotFoundError as error:
+            raise InvalidInputError(f"{path} was not written by `deltasync export`", hint=hint) from error
+        text = fields.get("digest")
+        if fields.get("version") != version or not isinstance(text, str):
+            raise CorruptError(f"{path / MARK} is not the mark of version {version}", rule="export.mark", hint=hint)
+        digest = StateDigest.from_hex(text)
         try:
             manifest = log.read(version)
         except NotFoundError as error:
@@ -200,16 +203,3 @@ class Exporter(Closable):
 
 def _mark(manifest: Manifest) -> bytes:
     return canonical_json({"digest": manifest.digest.hex, "version": manifest.version})
-
-
-def _marked_digest(path: Path, version: int) -> StateDigest:
-    hint = "choose an empty folder to export to"
-    try:
-        with (path / MARK).open("rb") as file:
-            fields = parse_object(file.read(_MARK_BYTES_MAX), what=str(path / MARK), scope="export")
-    except FileNotFoundError as error:
-        raise InvalidInputError(f"{path} was not written by `deltasync export`", hint=hint) from error
-    digest = fields.get("digest")
-    if fields.get("version") != version or not isinstance(digest, str):
-        raise CorruptError(f"{path / MARK} is not the mark of version {version}", rule="export.mark", hint=hint)
-    return StateDigest.from_hex(digest)

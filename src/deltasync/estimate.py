@@ -16,8 +16,7 @@ from deltasync.checkpoint import open_checkpoint
 from deltasync.codecs import planes
 from deltasync.errors import InvalidInputError
 from deltasync.format import limits
-from deltasync.format.digest import StateDigest
-from deltasync.format.payload import PayloadHeader, payload_chunks
+from deltasync.oneshot import diff, inspect
 from deltasync.parallel import Progress, counting, each
 from deltasync.replica.loop import poll_pause_s
 from deltasync.trainer.schedule import AnchorPolicy
@@ -151,14 +150,8 @@ class Change:
 
         MismatchError names the first tensor whose name, type or shape differs.
         """
-        before, after = open_checkpoint(old).weights, open_checkpoint(new).weights
-        layout = after.layout
-        before.layout.require_equal(layout, ours=str(old), theirs=str(new))
-        total = layout.elements
-        delta = blocks.encode_delta(before, after, on_progress=counting(progress, "encode", total))
-        # As if the parent had the digest 0: all digests have the same size.
-        digest = sum((block.digest for block in delta), StateDigest.ZERO)
-        header = PayloadHeader("delta", layout, StateDigest.ZERO, digest)
+        delta = inspect(diff(old, new, progress=progress))
+        after, layout, total = open_checkpoint(new).weights, delta.layout, delta.layout.elements
         count, anchor_bytes = counting(progress, "anchor", total), 0
         all_runs = blocks.layout_runs(layout, elements=limits.PLANES_ELEMENTS)
         for block in each(lambda runs: planes.encode(after, runs), all_runs):
@@ -168,8 +161,8 @@ class Change:
         return cls(
             elements=total,
             weight_bytes=layout.nbytes,
-            changed=sum(block.changed for block in delta),
-            delta_bytes=sum(len(chunk) for chunk in payload_chunks(header, delta)) if delta else 0,
+            changed=delta.changed,
+            delta_bytes=delta.nbytes if delta.changed else 0,
             anchor_bytes=anchor_bytes,
         )
 

@@ -3,7 +3,8 @@
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,13 +155,10 @@ def log_arguments(parser: Parser) -> None:
 
 def log(args: argparse.Namespace, out: Output) -> None:
     """List the newest versions, or all."""
-    from deltasync.feed.log import READ_THREADS, Log
+    from deltasync.feed.log import READ_THREADS
     from deltasync.parallel import each
-    from deltasync.store import opened
 
-    with opened(args.url) as store:
-        log = Log(store)
-        head = log.require_head()
+    with opened_feed(args.url) as (log, head):
         first = 0 if args.all else max(0, head.version + 1 - ROWS_MAX)
         manifests = [*log.read_many(range(first, head.version)), head]
         # `prune` may delete one after it was listed.
@@ -229,6 +227,17 @@ def log(args: argparse.Namespace, out: Output) -> None:
         out.line(f"skip from version {start} to {end}")
     for pin in pins:
         out.line(f"version {pin.version} is pinned as {pin.name}" + (f": {pin.note}" if pin.note else ""))
+
+
+@contextmanager
+def opened_feed(url: str) -> Iterator[tuple["Log", "Manifest"]]:
+    """A feed and its newest version. NotFoundError if it has none: a mistyped URL must not look like an empty feed."""
+    from deltasync.feed.log import Log
+    from deltasync.store import opened
+
+    with opened(url) as store:
+        log = Log(store)
+        yield log, log.require_head()
 
 
 def stored(log: "Log") -> tuple[int, int]:

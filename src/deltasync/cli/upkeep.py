@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import deltasync
-from deltasync.cli.feeds import manifest_json
+from deltasync.cli.feeds import manifest_json, opened_feed
 from deltasync.cli.output import (
     Column,
     Output,
@@ -62,9 +62,6 @@ def prune_arguments(parser: Parser) -> None:
 
 def prune(args: argparse.Namespace, out: Output) -> None:
     """Delete old versions, or list what that would delete."""
-    from deltasync.feed.log import Log
-    from deltasync.store import opened
-
     retention = deltasync.Retention(
         anchors=args.keep_anchors, versions=args.keep_versions, age_s=args.keep_s, every_s=args.every_s
     )
@@ -76,11 +73,9 @@ def prune(args: argparse.Namespace, out: Output) -> None:
     if args.follow:
         _prune_and_follow(args, out, retention)
         return
-    with opened(args.url) as store:
-        # A mistyped URL must not look as if there were nothing to delete.
-        Log(store).require_head()
-        pruning = deltasync.plan_prune(store, retention)
-        stay = deltasync.prune(store, pruning) if args.yes else ()
+    with opened_feed(args.url) as (log, _):
+        pruning = deltasync.plan_prune(log.store, retention)
+        stay = deltasync.prune(log.store, pruning) if args.yes else ()
     if out.is_json:
         unnamed = set(pruning.keys[len(pruning.keys) - pruning.orphans :])
         kept_orphans, kept_pinned = [k for k in stay if k in unnamed], [k for k in stay if k not in unnamed]
@@ -413,13 +408,8 @@ def pins_arguments(parser: Parser) -> None:
 
 def pins(args: argparse.Namespace, out: Output) -> None:
     """List the pins of a feed."""
-    from deltasync.feed.log import Log
-    from deltasync.store import opened
-
-    with opened(args.url) as store:
-        # A mistyped URL must not look as if there were no pins.
-        Log(store).require_head()
-        found = deltasync.pins(store)
+    with opened_feed(args.url) as (log, _):
+        found = deltasync.pins(log.store)
     if out.is_json:
         out.json({"pins": [pin.to_json() for pin in found]})
         return

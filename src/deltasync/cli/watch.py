@@ -5,11 +5,12 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltasync.cli.feeds import feed_size_text, stored
+from deltasync.cli.feeds import feed_size_text, opened_feed, stored
 from deltasync.cli.output import (
     Column,
     Output,
@@ -53,16 +54,12 @@ def ui_arguments(parser: Parser) -> None:
 
 def ui(args: argparse.Namespace, out: Output) -> None:
     """Serve the page until SIGINT or SIGTERM; its address is printed to stderr."""
-    from deltasync.feed.log import Log
     from deltasync.listener import listening
-    from deltasync.store import opened
     from deltasync.ui.page import Page
 
     token = os.environ.get("DELTASYNC_TOKEN") or None
-    with opened(args.url) as store:
-        # A mistyped URL must not look as if there were nothing yet.
-        Log(store).require_head()
-        page = Page(store, token=token)
+    with opened_feed(args.url) as (log, _):
+        page = Page(log.store, token=token)
         # Before the address is printed: from then on a signal ends it as it should.
         with calling_on_signal(page.stop), listening(page.respond, *args.listen, has_token=token is not None) as url:
             hint = "; it asks for DELTASYNC_TOKEN" if token else ""
@@ -113,15 +110,12 @@ def watch_arguments(parser: Parser) -> None:
 
 def watch(args: argparse.Namespace, out: Output) -> None:
     """Show a feed once, or continuously: on a terminal in place, otherwise a line for each change."""
-    from deltasync.store import opened
     from deltasync.ui.overview import Watch
     from deltasync.ui.page import feed_json
 
     stopped = threading.Event()
-    with opened(args.url) as store:
-        watched = Watch(store)
-        # A mistyped URL must not look as if there were nothing yet.
-        watched.log.require_head()
+    with opened_feed(args.url) as (log, _):
+        watched = Watch(log.store)
         if not args.once:
             is_screen = out.columns is not None and not out.is_json
             show = _watch_terminal if is_screen else _watch_lines
@@ -147,46 +141,44 @@ def _watch_terminal(out: Output, watched: "Watch", stopped: threading.Event) -> 
     from rich.console import Console
     from rich.live import Live
 
-    from deltasync.ui.page import POLL_S
-
     console = Console(no_color=not out.has_colours, highlight=False)
-    overview: Overview | None = None
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        while not stopped.is_set():
-            overview, error = _refreshed(watched, overview)
+        for overview, error in _polled(watched, stopped):
             if overview is not None:
                 live.update(_screen(overview, error, console.width, console.height), refresh=True)
-            stopped.wait(POLL_S)
-
-
-def _refreshed(watched: "Watch", before: "Overview | None") -> "tuple[Overview | None, DeltasyncError | None]":
-    """The feed now; the one before with the error, if it cannot be read."""
-    try:
-        return watched.refresh(), None
-    except DeltasyncError as error:
-        if before is None and not isinstance(error, StoreError):
-            raise
-        return before, error
 
 
 def _watch_lines(out: Output, watched: "Watch", stopped: threading.Event) -> None:
     """Print a line for each new version, replica that moved, and alert that is new or gone."""
-    from deltasync.ui.page import POLL_S
-
     before: dict[str, Any] = {}
-    overview: Overview | None = None
-    while not stopped.is_set():
-        overview, error = _refreshed(watched, overview)
+    for overview, error in _polled(watched, stopped):
         now = {} if overview is None else _facts(overview)
         if error is not None:
             now["store"] = {"event": "unreadable", "message": str(error)}
-        for key, fact in now.items():
-            if before.get(key) != fact:
-                _print_fact(out, fact)
-        for key in before.keys() - now.keys():
-            if before[key]["event"] in ("alert", "unreadable"):
-                _print_fact(out, {**before[key], "event": "over"})
+        new = [fact for key, fact in now.items() if before.get(key) != fact]
+        gone = [before[key] for key in before.keys() - now.keys() if before[key]["event"] in ("alert", "unreadable")]
+        for fact in (*new, *({**fact, "event": "over"} for fact in gone)):
+            if out.is_json:
+                out.json_line(fact)
+            else:
+                print("\t".join(printable(or_dash(value)) for value in fact.values()), flush=True)
         before = now
+
+
+def _polled(watched: "Watch", stopped: threading.Event) -> Iterator[tuple["Overview | None", DeltasyncError | None]]:
+    """The feed again and again, until it is stopped: as it is now, or as it was before with the error of reading it."""
+    from deltasync.ui.page import POLL_S
+
+    overview: Overview | None = None
+    while not stopped.is_set():
+        failure = None
+        try:
+            overview = watched.refresh()
+        except DeltasyncError as error:
+            if overview is None and not isinstance(error, StoreError):
+                raise
+            failure = error
+        yield overview, failure
         stopped.wait(POLL_S)
 
 
@@ -210,13 +202,6 @@ def _facts(overview: "Overview") -> dict[str, dict[str, Any]]:
         named = {"event": "alert", "level": alert.level, "kind": alert.kind, "subject": subject}
         facts[f"{alert.kind} {subject}"] = named
     return facts
-
-
-def _print_fact(out: Output, fact: dict[str, Any]) -> None:
-    if out.is_json:
-        out.json_line(fact)
-        return
-    print("\t".join(printable(or_dash(value)) for value in fact.values()), flush=True)
 
 
 def _head(overview: "Overview") -> str:
@@ -289,42 +274,24 @@ def _screen(overview: "Overview", error: DeltasyncError | None, columns: int, ro
     if len(found) > room:
         parts.append(Text(f"{len(found) - room} more alerts", style="dim"))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name, justify in (
-        ("replica", "left"),
-        ("version", "right"),
-        ("behind", "right"),
-        ("beat", "right"),
-        ("bits", "left"),
-        ("move", "right"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for name in ("replica", "version", "behind", "beat", "bits", "move"):
+        table.add_column(name, justify="left" if name in ("replica", "bits") else "right", no_wrap=True)
     left = len(overview.replicas) if rows is None else max(_LEAST_ROWS, rows - 11 - min(room, len(found)))
     name_columns = max(8, columns - 58)
     for state, lag_s in overview.replicas[:left]:
         cells = _replica_row(state, lag_s)
         style = "red" if state.has_digest is False else "dim" if not state.is_live else ""
-        table.add_row(
-            *(
-                Text(shortened(printable(text), name_columns if i == 0 else 18), style=style)
-                for i, text in enumerate(cells)
-            )
-        )
+        widths = (name_columns, *[18] * (len(cells) - 1))
+        texts = (shortened(printable(text), width) for text, width in zip(cells, widths, strict=True))
+        table.add_row(*(Text(text, style=style) for text in texts))
     live = sum(state.is_live for state, _ in overview.replicas)
-    parts.append(
-        Text(
-            f"{count_text(live, 'live replica')}, {len(overview.replicas) - live + overview.older_replicas} silent",
-            style="dim",
-        )
-    )
+    silent = len(overview.replicas) - live + overview.older_replicas
+    parts.append(Text(f"{count_text(live, 'live replica')}, {silent} silent", style="dim"))
     if overview.replicas:
         parts.append(table)
     if len(overview.replicas) > left:
-        parts.append(
-            Text(
-                f"{len(overview.replicas) - left} more replicas: in a higher terminal, or with --once --plain",
-                style="dim",
-            )
-        )
+        more = f"{len(overview.replicas) - left} more replicas: in a higher terminal, or with --once --plain"
+        parts.append(Text(more, style="dim"))
     return Group(*parts)
 
 
@@ -338,13 +305,9 @@ def status_arguments(parser: Parser) -> None:
 
 def status(args: argparse.Namespace, out: Output) -> None:
     """List the replicas; an error if a live one has other bits than its version."""
-    from deltasync.feed.log import Log
     from deltasync.replica.fleet import replica_states
-    from deltasync.store import opened
 
-    with opened(args.url) as store:
-        log = Log(store)
-        head = log.require_head()
+    with opened_feed(args.url) as (log, head):
         floor = log.floor()
         states = replica_states(log, head)
         payloads, stored_bytes = stored(log)

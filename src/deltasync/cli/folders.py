@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import deltasync
-from deltasync.cli.output import Output, number_text, printing, share_text, size_text
+from deltasync.cli.output import Output, number_text, share_text, size_text
 from deltasync.cli.parser import Parser, add_shadow, whole_number
 from deltasync.cli.service import poll_until_signal
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError
@@ -134,13 +134,10 @@ def export(args: argparse.Namespace, out: Output) -> None:
     """Write folders of deltas, and print a line for each."""
     from deltasync.interop import Exporter
 
-    @printing()
     def show(exported: "Exported") -> None:
-        if out.is_json:
-            out.json_line({**asdict(exported), "path": str(exported.path)})
-            return
         kind = "all weights" if exported.base_version is None else f"the change from version {exported.base_version}"
-        out.line(f"{exported.path}: {kind}, {size_text(exported.nbytes)}", indent="  ")
+        text = f"{exported.path}: {kind}, {size_text(exported.nbytes)}"
+        out.event({**asdict(exported), "path": str(exported.path)}, text)
 
     with Exporter(
         args.url,
@@ -193,13 +190,12 @@ def _advance_all(
         time.sleep(_POLL_S)
 
 
-@printing()
 def _print_version(out: Output, m: "Manifest") -> None:
-    if out.is_json:
-        fields = {name: getattr(m, name) for name in ("version", "step", "kind", "changed")}
-        out.json_line({**fields, "bytes": m.nbytes, "digest": m.digest.hex})
-        return
     changed = "all weights"
     if m.changed is not None:
         changed = f"{number_text(m.changed)} elements changed ({share_text(m.changed, m.elements)})"
-    out.line(f"version {m.version}, step {m.step}: {changed}, {size_text(m.nbytes)}", indent="  ")
+    fields = {name: getattr(m, name) for name in ("version", "step", "kind", "changed")}
+    out.event(
+        {**fields, "bytes": m.nbytes, "digest": m.digest.hex},
+        f"version {m.version}, step {m.step}: {changed}, {size_text(m.nbytes)}",
+    )

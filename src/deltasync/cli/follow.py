@@ -10,7 +10,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from deltasync.cli.output import Output, count_text, duration_text, number_text, printing, size_text, time_text
+from deltasync.cli.output import Output, count_text, duration_text, number_text, size_text
 from deltasync.cli.parser import Parser, require_unused, seconds, seconds_or_off
 from deltasync.cli.service import calling_on_signal, listening, require_address
 from deltasync.errors import EngineError, InvalidInputError
@@ -113,27 +113,21 @@ def follow(args: argparse.Namespace, out: Output) -> None:
             follower.pause()
         moves.put(moved)
 
-    @printing()
     def show(moved: Advance) -> None:
-        now_unix_s = time.time()
-        lag = follower.status().lag
-        lag_s = None if moved.committed_unix_s is None else max(0.0, now_unix_s - moved.committed_unix_s)
-        if not out.is_json:
-            out.line(f"{time_text(now_unix_s)}  {move_text(moved, lag=lag, lag_s=lag_s)}", indent=" " * 21)
-            return
-        out.json_line(
-            {
-                "time_unix_s": round(now_unix_s, 3),
-                "version": moved.version,
-                "from_version": moved.from_version,
-                "lag": lag,
-                "lag_s": None if lag_s is None else round(lag_s, 3),
-                "edges": list(moved.edges),
-                "bytes": moved.nbytes,
-                "changed": moved.changed,
-                "seconds": asdict(moved.seconds),
-            }
-        )
+        lag, lag_s = follower.status().lag, None
+        if moved.committed_unix_s is not None:
+            lag_s = max(0.0, time.time() - moved.committed_unix_s)
+        fields = {
+            "version": moved.version,
+            "from_version": moved.from_version,
+            "lag": lag,
+            "lag_s": None if lag_s is None else round(lag_s, 3),
+            "edges": moved.edges,
+            "bytes": moved.nbytes,
+            "changed": moved.changed,
+            "seconds": asdict(moved.seconds),
+        }
+        out.event(fields, move_text(moved, lag=lag, lag_s=lag_s), has_time=True)
 
     with ExitStack() as held:
         if args.sglang is None:

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,16 +32,6 @@ _RED, _FAINT, _BOLD, _RESET = "\x1b[31m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 class OutputError(OSError):
     """What a command prints cannot be written: its reader has gone, or the disk is full."""
-
-
-@contextmanager
-def printing() -> Iterator[None]:
-    """Flush what the block prints. An OSError becomes an OutputError, so that a poll loop ends instead of retrying."""
-    try:
-        yield
-        sys.stdout.flush()
-    except OSError as error:
-        raise OutputError(error.errno, error.strerror) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +84,23 @@ class Output:
     def json_line(self, value: Any) -> None:
         """Print one JSON object on one line, and flush it for a program that reads along."""
         print(json.dumps(value, ensure_ascii=True), flush=True)
+
+    def event(self, fields: Mapping[str, Any], text: str, *, has_time: bool = False) -> None:
+        """Print what has just happened, for a reader that follows: the fields as JSON on one line, or the text.
+
+        OutputError if that fails, so that a poll loop ends instead of retrying.
+        """
+        now_unix_s = time.time()
+        try:
+            if self.is_json:
+                self.json_line({"time_unix_s": round(now_unix_s, 3), **fields} if has_time else fields)
+            elif has_time:
+                self.line(f"{time_text(now_unix_s)}  {text}", indent=" " * 21)
+            else:
+                self.line(text, indent="  ")
+            sys.stdout.flush()
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror) from error
 
     def line(self, text: str, *, indent: str = "") -> None:
         """Print a sentence. A terminal gets it wrapped at spaces, with `indent` before its later lines."""

@@ -19,7 +19,6 @@ from deltasync.cli.output import (
     OutputError,
     count_text,
     number_text,
-    printing,
     share_text,
     size_text,
     time_text,
@@ -32,7 +31,7 @@ from deltasync.errors import ConflictError, InvalidInputError
 if TYPE_CHECKING:
     from deltasync.format.manifest import Manifest
     from deltasync.upkeep.metrics import Role
-    from deltasync.upkeep.prune import Pruning, Retention
+    from deltasync.upkeep.prune import Retention
     from deltasync.upkeep.relay import Relay, Relayed
     from deltasync.upkeep.stats import Upkeep
 
@@ -112,18 +111,6 @@ def _prune_and_follow(args: argparse.Namespace, out: Output, retention: "Retenti
     from deltasync.store import opened
     from deltasync.upkeep.prune import Pruner
 
-    @printing()
-    def show(pruning: "Pruning", deleted: int) -> None:
-        now_unix_s = time.time()
-        if out.is_json:
-            counts = {"deleted_objects": deleted, "payload_bytes": pruning.payload_bytes, "floor": pruning.floor}
-            names = {"held_by": list(pruning.held_by), "pinned": list(pruning.pinned)}
-            out.json_line({"time_unix_s": round(now_unix_s, 3), **counts, **names})
-            return
-        held = f"; {count_text(len(pruning.held_by), 'replica')} behind" if pruning.held_by else ""
-        objects = f"{count_text(deleted, 'object')}, {size_text(pruning.payload_bytes)} deleted"
-        out.line(f"{time_text(now_unix_s)}  {objects}; versions from {pruning.floor} on stay{held}", indent=" " * 21)
-
     with opened(args.url) as store:
         pruner, loop = Pruner(store, retention), Loop()
         log, due_s = Log(store), 0.0
@@ -135,8 +122,16 @@ def _prune_and_follow(args: argparse.Namespace, out: Output, retention: "Retenti
             log.require_head()
             pruning, stay = pruner.run(is_stopping=lambda: loop.is_stopping)
             due_s = time.monotonic() + retention.every_s
-            if len(pruning.keys) > len(stay):
-                show(pruning, len(pruning.keys) - len(stay))
+            deleted = len(pruning.keys) - len(stay)
+            if deleted:
+                counts = {"deleted_objects": deleted, "payload_bytes": pruning.payload_bytes, "floor": pruning.floor}
+                held = f"; {count_text(len(pruning.held_by), 'replica')} behind" if pruning.held_by else ""
+                objects = f"{count_text(deleted, 'object')}, {size_text(pruning.payload_bytes)} deleted"
+                out.event(
+                    {**counts, "held_by": pruning.held_by, "pinned": pruning.pinned},
+                    f"{objects}; versions from {pruning.floor} on stay{held}",
+                    has_time=True,
+                )
             return False
 
         with _upkeep_listening(args, out, "pruner", pruner.upkeep):
@@ -179,14 +174,6 @@ def compact(args: argparse.Namespace, out: Output) -> None:
     def to_json(skip: "Manifest") -> dict[str, Any]:
         return {**manifest_json(skip), "key": manifest_key(skip)}
 
-    @printing()
-    def show(skip: "Manifest") -> None:
-        if out.is_json:
-            out.json_line(to_json(skip))
-            return
-        changed = f"{number_text(skip.changed or 0)} elements ({share_text(skip.changed or 0, skip.elements)})"
-        out.line(f"skip from version {skip.parent} to {skip.version}: {changed}, {size_text(skip.nbytes)}", indent="  ")
-
     require_address(args, follows=args.follow, without="without --follow")
     written: list[Manifest] = []
     with opened(args.url) as store:
@@ -197,7 +184,10 @@ def compact(args: argparse.Namespace, out: Output) -> None:
             for skip in compactor.advance():
                 written.append(skip)
                 if args.follow or not out.is_json:
-                    show(skip)
+                    changed = skip.changed or 0
+                    elements = f"{number_text(changed)} elements ({share_text(changed, skip.elements)})"
+                    text = f"skip from version {skip.parent} to {skip.version}: {elements}, {size_text(skip.nbytes)}"
+                    out.event(to_json(skip), text)
                 if loop.is_stopping:
                     break
             return len(written) > before
@@ -244,18 +234,14 @@ def relay(args: argparse.Namespace, out: Output) -> None:
     edges, sent_bytes = Counter[str](), Counter[str]()
     lock = threading.Lock()
 
-    @printing()
     def show(edge: "Relayed") -> None:
-        now_unix_s = time.time()
-        if out.is_json and args.follow:
-            out.json_line({"time_unix_s": round(now_unix_s, 3), **edge.to_json()})
-        elif out.is_json:
+        if out.is_json and not args.follow:
             sent.append(edge)
-        else:
-            origin = "" if edge.parent is None else f" from {edge.parent}"
-            left_out = f", {count_text(edge.left_out, 'version')} left out" if edge.left_out else ""
-            text = f"{edge.kind}{origin} to version {edge.version}, {size_text(edge.payload_bytes)}{left_out}"
-            out.line(f"{time_text(now_unix_s)}  {edge.destination}: {text}", indent=" " * 21)
+            return
+        origin = "" if edge.parent is None else f" from {edge.parent}"
+        left_out = f", {count_text(edge.left_out, 'version')} left out" if edge.left_out else ""
+        text = f"{edge.kind}{origin} to version {edge.version}, {size_text(edge.payload_bytes)}{left_out}"
+        out.event(edge.to_json(), f"{edge.destination}: {text}", has_time=True)
 
     def send(each: Relay, *, is_stopping: Callable[[], bool] = lambda: False) -> bool:
         """Send what is new, and print it. Whether there was anything.

@@ -65,6 +65,13 @@ COPIES_MAX = 20
 _LISTED = 3
 """Alerts of one kind, beside one that counts the others."""
 
+_SHOWN = (
+    *("url", "read_unix_s", "feed", "created_unix_s", "head", "floor", "detail_from", "stride", "interval_s"),
+    *("versions_per_minute", "delta_bytes", "full_bytes", "stored_bytes", "stored_payloads", "stored_is_cut"),
+    *("versions", "anchors", "skips", "pins", "replicas", "older_replicas", "damages"),
+)
+"""What an overview has as JSON, in this order."""
+
 Level = Literal["critical", "warning", "notice"]
 _LEVELS: tuple[Level, ...] = ("critical", "warning", "notice")
 
@@ -109,7 +116,7 @@ class Overview:
     """All weights, as the index of a payload gives them."""
     stored_bytes: int = 0
     stored_payloads: int = 0
-    is_listing_cut: bool = False
+    stored_is_cut: bool = False
     """Whether there are more payloads than are counted."""
     replicas: tuple[tuple[ReplicaState, int | None], ...] = ()
     """Each with the seconds that passed in training from the version that it serves to the newest one."""
@@ -201,39 +208,23 @@ class Overview:
             yield from _some(silent, "replicas are silent")
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "url": self.url,
+        versions = [
+            {
+                "version": m.version,
+                "kind": m.kind,
+                "step": m.step,
+                "created_unix_s": m.created_unix_s,
+                "bytes": m.nbytes,
+                "changed": m.changed,
+                "elements": m.elements,
+            }
+            for m in self.versions
+        ]
+        return {name: getattr(self, name) for name in _SHOWN} | {
             "read_unix_s": round(self.read_unix_s, 3),
-            "feed": self.feed,
-            "created_unix_s": self.created_unix_s,
             "head": None if self.head is None else self.head.version,
-            "floor": self.floor,
-            "detail_from": self.detail_from,
-            "stride": self.stride,
-            "interval_s": self.interval_s,
-            "versions_per_minute": self.versions_per_minute,
-            "delta_bytes": self.delta_bytes,
-            "full_bytes": self.full_bytes,
-            "stored_bytes": self.stored_bytes,
-            "stored_payloads": self.stored_payloads,
-            "stored_is_cut": self.is_listing_cut,
-            "versions": [
-                {
-                    "version": m.version,
-                    "kind": m.kind,
-                    "step": m.step,
-                    "created_unix_s": m.created_unix_s,
-                    "bytes": m.nbytes,
-                    "changed": m.changed,
-                    "elements": m.elements,
-                }
-                for m in self.versions
-            ],
-            "anchors": [list(pair) for pair in self.anchors],
-            "skips": [list(pair) for pair in self.skips],
-            "pins": [list(pair) for pair in self.pins],
+            "versions": versions,
             "replicas": [{**state.to_json(), "lag_s": lag_s} for state, lag_s in self.replicas],
-            "older_replicas": self.older_replicas,
             "damages": [asdict(damage) for damage in self.damages],
         }
 
@@ -307,7 +298,7 @@ class Watch:
             full_bytes=self._all_bytes(versions),
             stored_payloads=self._stored[0],
             stored_bytes=self._stored[1],
-            is_listing_cut=self._stored[2],
+            stored_is_cut=self._stored[2],
             replicas=replicas,
             older_replicas=older,
             damages=(*self._damages.values(), *self._misplaced),

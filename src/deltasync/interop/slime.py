@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from deltasync import InvalidInputError, PublisherOptions
+from deltasync.interop import Importer
 from deltasync.interop.folder import folder_version
-from deltasync.interop.importer import Importer
 
 logger = logging.getLogger(__name__)
 

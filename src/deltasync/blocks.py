@@ -38,10 +38,16 @@ def layout_runs(layout: Layout, *, elements: int = limits.BLOCK_ELEMENTS_MAX) ->
 
 def detect(old: Readable, new: Readable, runs: Runs) -> Iterator[Changes]:
     """The changed elements of `runs`, block by block; blocks without changes are left out."""
-    k, before, after = kernels(), old.region(runs), new.region(runs)
+    return detect_by(kernels().detect, old.region(runs), new.region(runs), runs)
+
+
+def detect_by(
+    find: Callable[..., tuple[Any, Bits, int]], before: Region, after: Region, runs: Runs
+) -> Iterator[Changes]:
+    """The same by any function of the kernels that compares two regions, those of `runs`."""
     start, elements = 0, before.elements
     while start < elements:
-        positions, values, stop = k.detect(
+        positions, values, stop = find(
             before, after, start, cell=limits.CELL_ELEMENTS, enough=limits.BLOCK_CHANGES_SOFT
         )
         if len(positions):

@@ -22,9 +22,8 @@ from deltasync.store.memory import MemoryStore
 from deltasync.store.patient import PatientStore
 from deltasync.store.protocol import Data
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at, at_random, never
-from deltasync.trainer.capture import capture
+from deltasync.trainer.capture import WeightsSource, capture
 from deltasync.trainer.schedule import AnchorPolicy
-from deltasync.trainer.source import WeightsSource
 from deltasync.trainer.versions import VersionWriter
 
 pytestmark = pytest.mark.usefixtures("no_pauses")

@@ -12,8 +12,8 @@ from deltasync.cli.service import poll_until_signal
 from deltasync.cli.units import number_text, share_text, size_text
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError
 from deltasync.format.manifest import Manifest
+from deltasync.trainer.checkpoint import SETTLE_S, CheckpointWatch
 from deltasync.trainer.publisher import PublisherOptions
-from deltasync.trainer.watch import SETTLE_S, CheckpointWatch
 from deltasync.upkeep.prune import Retention
 
 _T = TypeVar("_T")

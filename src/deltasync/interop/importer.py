@@ -21,10 +21,10 @@ from deltasync.interop.folder import (
 )
 from deltasync.state import State
 from deltasync.store import Feed
+from deltasync.trainer.capture import Source
+from deltasync.trainer.checkpoint import FolderPublisher
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
-from deltasync.trainer.source import Source
-from deltasync.trainer.watch import FolderPublisher, SettledFolders
 
 VERSION = "weight_version"
 """The key in a manifest's `extra` with the version of the folder that was imported."""
@@ -78,7 +78,7 @@ class Importer(FolderPublisher):
         if restart and base is None:
             raise InvalidInputError("restart needs a base", hint="give the checkpoint that the trainer began with")
         # Each folder is a change to the version before it, which must be in the shadow.
-        super().__init__(feed, replace(PublisherOptions() if options is None else options, wait=True), SettledFolders())
+        super().__init__(feed, replace(PublisherOptions() if options is None else options, wait=True))
         self._newest: Publication | None = None
 
     @property
@@ -112,7 +112,7 @@ class Importer(FolderPublisher):
         path = folders[following[0]]
         try:
             folder = open_folder(path)
-            if folder is None and not self._settled.is_settled(path):
+            if folder is None and self._unchanged_s(path) < self._settle_s:
                 self.waiting_for = f"{path} may still be written"
                 return None
         except NotFoundError as error:

@@ -72,7 +72,7 @@ def _advance_early(self: Pipeline, job: Any, head: Any) -> Any:
     overwrite_all(weights, changes)
     committed = self.versions.delta(lambda: encoded, head, replace(job.metadata, files=head.files))
     self._advance(changes, committed)
-    return committed.manifest, job.event(committed)
+    return committed.manifest, committed.event(held_s=job.held_s)
 
 
 def _always_conflict(self: Upload, key: str, data: bytes) -> None:

@@ -64,15 +64,12 @@ class Upload:
         self.id = secrets.token_hex(8)
         self.clock = clock
         self.patient = PatientStore(store, retry_s, stop=stop)
+        self.store: Store = creating(self.patient)
         self._require_fencing = require_fencing
         self._lease: LeasedStore | None = None
         self._there: dict[str, tuple[int, float]] = {}
         """Sizes of payloads that no manifest may name yet, and when they were put, by our clock; by their SHA-256."""
         self._kept: dict[PayloadRef, Data] = {}
-
-    @property
-    def store(self) -> Store:
-        return creating(self.patient) if self._lease is None else self._lease
 
     @property
     def log(self) -> Log:
@@ -87,9 +84,10 @@ class Upload:
         """The same writer for another thread, which counts its own retries."""
         other = copy(self)
         other.patient = self.patient.beside()
+        other.store = creating(other.patient)
         other._there, other._kept = {}, {}
         if self._lease is not None:
-            other._lease = LeasedStore(other.patient, self.id, clock=self.clock)
+            other.store = other._lease = LeasedStore(other.patient, self.id, clock=self.clock)
         return other
 
     def open(self) -> Manifest | None:
@@ -101,7 +99,7 @@ class Upload:
         self.require_own_folder()
         probe_put(self.patient)
         if not self._fences():
-            self._lease = LeasedStore(self.patient, self.id, clock=self.clock)
+            self.store = self._lease = LeasedStore(self.patient, self.id, clock=self.clock)
             self._lease.take()
         self._require_feed()
         return self.log.head()

@@ -5,6 +5,7 @@ learn how many of them changed.
 """
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ class DeviceCapture:
 
     def find(self, shadow: State, tensors: Mapping[str, torch.Tensor], cast: torch.dtype | None) -> list[Changes]:
         """What differs from the shadow, whose lock is held."""
-        layout, weights = layout_of(tensors, cast=cast), shadow.require_weights()
+        weights = shadow.require_weights()
+        layout = layout_of(tensors, cast=cast, known=weights.layout)
         require_same(weights.layout, layout)
         device = next(iter(tensors.values())).device
         if self._missed is None:
@@ -72,8 +74,14 @@ class DeviceCapture:
 class DeviceSource(WeightsSource):
     """Tensors on one device, which are compared there."""
 
-    def __init__(self, capture: DeviceCapture, tensors: Mapping[str, torch.Tensor], cast: torch.dtype | None) -> None:
-        super().__init__(TorchWeights(tensors, cast=cast))
+    def __init__(
+        self,
+        capture: DeviceCapture,
+        tensors: Mapping[str, torch.Tensor],
+        cast: torch.dtype | None,
+        known: Layout | None,
+    ) -> None:
+        super().__init__(TorchWeights(tensors, cast=cast, known=known))
         self._capture = capture
         self._tensors = tensors
         self._cast = cast
@@ -83,13 +91,20 @@ class DeviceSource(WeightsSource):
 
 
 def source_of(
-    tensors: Mapping[str, torch.Tensor], cast: torch.dtype | None, capture: DeviceCapture | None
+    tensors: Mapping[str, torch.Tensor],
+    cast: torch.dtype | None,
+    capture: DeviceCapture | None,
+    *,
+    known: Layout | None = None,
 ) -> WeightsSource:
-    """Tensors that are compared on their device, if there is a `capture` and they are all on one; else on the host."""
-    devices = {tensor.device for tensor in tensors.values()}
+    """Tensors that are compared on their device, if there is a `capture` and they are all on one; else on the host.
+
+    `known`: the layout that they probably have.
+    """
+    devices = set(map(attrgetter("device"), tensors.values()))
     if capture is None or len(devices) != 1 or devices == {torch.device("cpu")}:
-        return WeightsSource(TorchWeights(tensors, cast=cast))
-    return DeviceSource(capture, tensors, cast)
+        return WeightsSource(TorchWeights(tensors, cast=cast, known=known))
+    return DeviceSource(capture, tensors, cast, known)
 
 
 def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from deltasync import arguments
 from deltasync.errors import InvalidInputError
 from deltasync.format.companions import can_run_code
-from deltasync.format.layout import TensorSpec
+from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Bits
 from deltasync.parallel import ProcessBound
@@ -93,6 +93,8 @@ class Publisher(TorchPublisher):
     ) -> None:
         super().__init__(feed, dtype=dtype, options=options)
         self._publisher = self._connect()
+        self._layout: Layout | None = None
+        """That of the last weights: most often the next ones have it, too."""
 
     def publish(
         self,
@@ -127,7 +129,8 @@ class Publisher(TorchPublisher):
                     f"the weights are on {', '.join(sorted(map(str, devices)))}, not on one device",
                     hint='use PublisherOptions(capture_on="host")',
                 )
-            source = source_of(tensors, self._dtype, self._on_device)
+            source = source_of(tensors, self._dtype, self._on_device, known=self._layout)
+            self._layout = source.layout
         elif isinstance(weights, torch.Tensor | str | bytes) or not isinstance(weights, Iterable):
             raise _not_weights(arguments.described(weights))
         else:

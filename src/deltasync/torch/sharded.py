@@ -133,7 +133,7 @@ class _ShardSource(Source):
         else:
             state = unwrapped(weights).state_dict() if isinstance(weights, torch.nn.Module) else weights
             tensors = {spec.name: state[spec.name].detach() for spec in layout.tensors if spec.name in state}
-        require_same(layout, layout_of(tensors, cast=self._dtype))
+        require_same(layout, layout_of(tensors, cast=self._dtype, known=layout))
         shards = {spec.name: owned(spec.name, tensors[spec.name], rank) for spec in layout.tensors}
         return [box for box, _ in shards.values()], {name: local for name, (_, local) in shards.items()}
 

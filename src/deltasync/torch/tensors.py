@@ -115,11 +115,16 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return next(known for known, name in _NAMES.items() if name == dtype.name)
 
 
-def layout_of(tensors: Mapping[str, torch.Tensor], *, cast: torch.dtype | None = None) -> Layout:
-    """The layout of tensors as they are published."""
-    return Layout.of(
-        TensorSpec(name, element_type(name, dtype_of(t, cast)), tuple(t.shape)) for name, t in tensors.items()
-    )
+def layout_of(
+    tensors: Mapping[str, torch.Tensor], *, cast: torch.dtype | None = None, known: Layout | None = None
+) -> Layout:
+    """The layout of tensors as they are published. `known`: one that it probably is, which is then not built again."""
+    specs = {}
+    for name, tensor in tensors.items():
+        specs[name] = TensorSpec(name, element_type(name, dtype_of(tensor, cast)), tuple(tensor.shape))
+    if known is not None and specs == {spec.name: spec for spec in known.tensors}:
+        return known
+    return Layout.of(specs.values())
 
 
 def bits_dtype(width: int) -> torch.dtype:
@@ -149,15 +154,20 @@ class TorchWeights:
     next.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, cast: torch.dtype | None = None) -> None:
-        self.layout = layout_of(tensors, cast=cast)
-        self._tensors = [tensors[spec.name] for spec in self.layout.tensors]
-        self._dtypes = [dtype_of(tensor, cast) for tensor in self._tensors]
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], *, cast: torch.dtype | None = None, known: Layout | None = None
+    ) -> None:
+        self.layout = layout_of(tensors, cast=cast, known=known)
+        self._tensors: list[torch.Tensor] = []
+        self._dtypes: list[torch.dtype] = []
         self._scratch = threading.local()
-        self.is_converted = any(
-            tensor.dtype != dtype or not tensor.is_contiguous()
-            for tensor, dtype in zip(self._tensors, self._dtypes, strict=True)
-        )
+        self.is_converted = False
+        for spec in self.layout.tensors:
+            tensor = tensors[spec.name]
+            dtype = dtype_of(tensor, cast)
+            self._tensors.append(tensor)
+            self._dtypes.append(dtype)
+            self.is_converted |= tensor.dtype != dtype or not tensor.is_contiguous()
 
     def region(self, runs: Runs) -> Region:
         """The elements that `runs` names: views of the tensors' own memory where nothing has to be cast."""
@@ -176,7 +186,7 @@ class TorchWeights:
             if room is not None and tensor.dtype != dtype and tensor.device.type == "cpu":
                 piece = room.cast(piece)
             arrays.append(host_bits(piece.to(dtype), spec.dtype))
-        local = np.array([(i, 0, count) for i, (_, _, count) in enumerate(rows)], np.int64)
+        local = np.column_stack((np.arange(len(rows)), np.zeros_like(runs[:, 0]), runs[:, 2]))
         return Region(spec.dtype, tuple(arrays), local, region_keys(self.layout, runs))
 
     def masters(self, runs: Runs) -> Masters | None:
@@ -191,7 +201,7 @@ class TorchWeights:
             if not is_plain or not is_rounded:
                 return None
             arrays.append(host_bits(tensor, DTYPES["F32"]))
-        local = np.array([(i, first, count) for i, (_, first, count) in enumerate(rows)], np.int64)
+        local = np.column_stack((np.arange(len(rows)), runs[:, 1], runs[:, 2]))
         return Masters(Region(DTYPES["F32"], tuple(arrays), local, region_keys(self.layout, runs)), nan)
 
 

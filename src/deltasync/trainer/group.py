@@ -84,14 +84,16 @@ class Group:
     @contextmanager
     def report_errors(self) -> Iterator[None]:
         """Report an error inside the block to the other ranks, which raise it at their next agreement."""
+        if self.size == 1:
+            yield
+            return
         self.require_all()
         try:
             yield
         except BaseException as error:
-            if self.size > 1:
-                failed = self._agreement(Message("", None, Failure.of(error, self.rank)))
-                with suppress(DeltasyncError), failed:
-                    pass
+            failed = self._agreement(Message("", None, Failure.of(error, self.rank)))
+            with suppress(DeltasyncError), failed:
+                pass
             raise
 
     @contextmanager
@@ -101,10 +103,10 @@ class Group:
         If the block fails, or a rank reports an error instead, every rank raises that error. `about` must be the same
         on all.
         """
-        self.require_all()
         if self.size == 1:
             yield Decision([mine])
             return
+        self.require_all()
         with self._agreement(Message(about, mine)) as decision:
             yield decision
 

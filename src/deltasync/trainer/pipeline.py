@@ -48,9 +48,6 @@ class _Job:
     captured: CaptureTime
     held_s: float
 
-    def event(self, committed: CommittedVersion) -> PublishEvent:
-        return committed.event(held_s=self.held_s, coalesced=len(self.publications) - 1)
-
 
 class Pipeline:
     """Writes the versions of one feed from captures against its shadow. All state is guarded by the shadow's lock.
@@ -71,6 +68,8 @@ class Pipeline:
         self.is_closed = False
         self.head = shadow.at
         """The version that was committed last."""
+        self.is_filled = shadow.at is not None
+        """Whether the shadow holds weights: those of a version, or those of the first one to come."""
         self._newest: Publication | None = None
         self.shadow = shadow
         self.versions = versions
@@ -111,11 +110,6 @@ class Pipeline:
         url = self.versions.upload.store.url
         return f"the publisher of {url} was not closed: use it in a `with` block, or call close()"
 
-    @property
-    def is_filled(self) -> bool:
-        """Whether the shadow holds weights: those of a version, or those of the first one to come."""
-        return self.head is not None or self._first is not None
-
     def submit(self, capture: list[Changes] | None, metadata: Metadata, *, held_s: float) -> Publication:
         """Publish a capture; None publishes all weights of the shadow as the first version.
 
@@ -127,7 +121,7 @@ class Pipeline:
         with self._idle:
             self.require_running()
             if capture is None:
-                self._first = job.metadata
+                self._first, self.is_filled = job.metadata, True
             if self._in_flight is None:
                 self._begin(job)
             else:
@@ -201,7 +195,7 @@ class Pipeline:
             committed = self._write_first()
             head = committed.manifest
             if job.capture is None:
-                return head, job.event(committed)
+                return head, committed.event(held_s=job.held_s, coalesced=len(job.publications) - 1)
             self._events.append(committed.event())
         return self._write_delta(job, head)
 
@@ -233,7 +227,7 @@ class Pipeline:
             self._uncertain = changes, sum((block.digest for block in encode()), StateDigest.ZERO)
             raise
         self._advance(changes, committed)
-        return committed.manifest, job.event(committed)
+        return committed.manifest, committed.event(held_s=job.held_s, coalesced=len(job.publications) - 1)
 
     def _advance(self, changes: list[Changes], committed: CommittedVersion, job: _Job | None = None) -> None:
         """Advance the shadow to a version, and rebase captures that were made before: the pending one, and `job`'s."""
@@ -244,12 +238,15 @@ class Pipeline:
             self.head = committed.manifest
             if committed.is_anchor_due:
                 self._begin_anchor(committed.manifest)
-            waiting = [one for one in (job, self._pending) if one is not None]
-            captures = [one.capture for one in waiting if one.capture is not None]
-            rebased = iter(rebase(shadow.require_weights().layout, captures, changes, before))
-            for one in waiting:
-                if one.capture is not None:
-                    one.capture = next(rebased)
+            waiting, captures = [], []
+            for one in (job, self._pending):
+                if one is not None and one.capture is not None:
+                    waiting.append(one)
+                    captures.append(one.capture)
+            if captures:
+                rebased = rebase(shadow.require_weights().layout, captures, changes, before)
+                for one, capture in zip(waiting, rebased, strict=True):
+                    one.capture = capture
         if self._skips is not None:
             self._skips.note(committed.manifest)
 

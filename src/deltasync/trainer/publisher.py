@@ -166,7 +166,9 @@ class FeedPublisher:
             self._pipeline.require_running()
         with self._stopping():
             metadata = Metadata.of(step, extra)
-        self.open(source)
+        if self._pipeline is None or self.needs_files:
+            # Before files are put: other tensors than those of the feed are refused.
+            self.open(source)
         pipeline = self._pipeline
         if pipeline is None:
             raise InvalidInputError("the feed is not open", hint="call open first")

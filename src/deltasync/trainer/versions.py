@@ -71,11 +71,16 @@ class Part:
     @classmethod
     def total(cls, parts: Sequence["Part"]) -> "Part":
         """What all processes add together; processes that have no element may have put one and the same payload."""
-        payloads = dict.fromkeys(ref for part in parts for ref in part.payloads)
-        counts = [part.changed for part in parts if part.changed is not None]
-        digest_delta = sum((part.digest_delta for part in parts), StateDigest.ZERO)
-        put_unix_s = min((part.put_unix_s for part in parts if part.put_unix_s is not None), default=None)
-        return cls(tuple(payloads), digest_delta, sum(counts) if counts else None, put_unix_s=put_unix_s)
+        payloads: dict[PayloadRef, None] = {}
+        digest_delta, changed, put_unix_s = StateDigest.ZERO, None, None
+        for part in parts:
+            payloads |= dict.fromkeys(part.payloads)
+            digest_delta += part.digest_delta
+            if part.changed is not None:
+                changed = part.changed + (changed or 0)
+            if part.put_unix_s is not None:
+                put_unix_s = part.put_unix_s if put_unix_s is None else min(put_unix_s, part.put_unix_s)
+        return cls(tuple(payloads), digest_delta, changed, put_unix_s=put_unix_s)
 
 
 def put_anchor(
@@ -146,31 +151,36 @@ def put_delta(
     """
     # Ranks put in parallel as it is, and the manifest names the payloads of all of them.
     payload_bytes = delta_payload_bytes(layout, changed) if shards is None else DELTA_BYTES_MOST
-    digest_delta, count, encode_s = StateDigest.ZERO, 0, 0.0
+    encode_s = 0.0
 
-    def encoded() -> Generator[Block, None, None]:
-        nonlocal digest_delta, count, encode_s
+    def groups() -> Generator[list[Block], None, None]:
+        nonlocal encode_s
         since_s = time.perf_counter()
-        for block in encode():
+        coded = encode() if shards is None else shards.place(encode())
+        for group in grouped(coded, enough=payload_bytes):
             encode_s += time.perf_counter() - since_s
-            digest_delta += block.digest
-            count += block.changed
-            yield block if shards is None else replace(block, runs=shards.spread(block.runs)[1])
+            yield group
             since_s = time.perf_counter()
         encode_s += time.perf_counter() - since_s
 
-    def put(group: list[Block]) -> PayloadRef:
-        digest = sum((block.digest for block in group), parent.digest)
-        data = write_payload(PayloadHeader("delta", layout, parent.digest, digest, parent.version + 1), group)
+    def put(group: list[Block]) -> tuple[PayloadRef, StateDigest, int]:
+        digest_delta, count = StateDigest.ZERO, 0
+        for block in group:
+            digest_delta += block.digest
+            count += block.changed
+        header = PayloadHeader("delta", layout, parent.digest, parent.digest + digest_delta, parent.version + 1)
+        data = write_payload(header, group)
         # The payload has their bytes.
         group.clear()
-        return upload.put(data)
+        return upload.put(data), digest_delta, count
 
-    at_once = max(2, min(PUTS_MOST, PUT_BYTES // payload_bytes))
-    with closing(encoded()) as coded:
-        groups = grouped(coded, enough=payload_bytes, size=lambda block: len(block.data))
-        refs = tuple(each(put, groups, waiting=at_once))
-    return Part(refs, digest_delta, count, encode_s)
+    refs, digest_delta, count = [], StateDigest.ZERO, 0
+    with closing(groups()) as waiting:
+        for ref, delta, number in each(put, waiting, waiting=max(2, min(PUTS_MOST, PUT_BYTES // payload_bytes))):
+            refs.append(ref)
+            digest_delta += delta
+            count += number
+    return Part(tuple(refs), digest_delta, count, encode_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +325,7 @@ class VersionWriter:
         Payloads that were put hours ago, because this process or its machine slept, are put again: see `Upload.commit`.
         """
         upload, started_s = self.upload, time.perf_counter()
-        retries, encode_s, within_s = upload.retries, 0.0, float(RESUME_S)
+        retries, encode_s, within_s = upload.patient.retries, 0.0, float(RESUME_S)
         what = f"version {draft.version}, step {draft.step}"
         about = what if key is None else f"the anchor of version {draft.version}"
         while True:
@@ -345,7 +355,7 @@ class VersionWriter:
         upload.forget(manifest.refs)
         commit_s = time.perf_counter() - started_s - put_s
         return CommittedVersion(
-            manifest, max(0.0, put_s - encode_s), commit_s, upload.retries - retries, is_due, encode_s
+            manifest, max(0.0, put_s - encode_s), commit_s, upload.patient.retries - retries, is_due, encode_s
         )
 
     def _put(self, draft: Manifest, put: Callable[[], Part], within_s: float) -> Part:

@@ -245,7 +245,8 @@ class State:
             for changes, ref in self._decoded(edge, payloads, "compare", applied, base=base, have=have):
                 applied.collect(changes)
                 if ref is not None:
-                    self._wrote(ref)
+                    self._written |= {ref.sha256}
+                    self._note(None, self._writing, self._written)
                     yield ref.nbytes
             if not self._is_scratch:
                 self.prove(edge, was_resumed=bool(have))
@@ -337,6 +338,8 @@ class State:
         applied.changes = None
         self.at = None
         self._forget()
+        if self.weights is not None:
+            self._note()
 
     def written(self, edge: Edge) -> frozenset[str]:
         """The payloads of an edge from nothing that an interrupted attempt has written already."""
@@ -346,20 +349,18 @@ class State:
 
     def _begin(self, to: Manifest, *, keep: frozenset[str] = frozenset()) -> None:
         """The weights are about to be overwritten with a version; `keep`: payloads of it that are there already."""
+        self._note(self.version, to.version, keep)
         self.at = None
         self._writing, self._written = to.version, keep
 
-    def _wrote(self, ref: PayloadRef) -> None:
-        """All blocks of a payload were written."""
-        self._written |= {ref.sha256}
+    def _note(
+        self, version: int | None = None, writing: int | None = None, written: frozenset[str] = frozenset()
+    ) -> None:
+        """Called before the weights are overwritten, and with what was written: a state in a file records it there."""
 
     def _hold(self, at: Manifest) -> None:
         """The weights are those of a version."""
         self.at = at
-        self._forget()
-
-    def _spoil(self) -> None:
-        """What was written from nothing does not have the digest of its version."""
         self._forget()
 
     def _forget(self) -> None:
@@ -391,7 +392,8 @@ class State:
         try:
             require_digest(edge, self.require_weights(), on_progress=progress)
         except CorruptError as error:
-            self._spoil()
+            self._forget()
+            self._note()
             if was_resumed:
                 # A payload that was left out may not have been written after all.
                 raise LostBits from error

@@ -20,7 +20,7 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.vllm.replica import Replica, Replicas
-from deltasync.vllm.routes import TokenMiddleware, add_routes
+from deltasync.vllm.routes import add_routes, token_middleware
 
 TOKEN = "s3cret-täken"
 ALLOWED = {"authorization": b"Bearer " + TOKEN.encode()}
@@ -48,7 +48,7 @@ class Server:
         replicas = Replicas(replica if has_weights else None, {"math": adapter} if has_adapter else {})
         app = FastAPI(root_path=root)
         add_routes(app, lambda: replicas if is_up else None)
-        app.add_middleware(TokenMiddleware, token=token)
+        app.add_middleware(token_middleware, token=token)
 
         @app.get("/v1/models")
         @app.get("/deltasyncs")

@@ -15,7 +15,7 @@ from deltasync.engines.stage import Segment, write_stage
 from deltasync.errors import CorruptError, EngineError, InvalidInputError, MismatchError
 from deltasync.vllm import worker
 from deltasync.vllm.target import EngineMap, Rank
-from deltasync.vllm.twins import Window
+from deltasync.vllm.worker import Window
 
 SIZES = [1, 2]
 

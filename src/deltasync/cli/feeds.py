@@ -31,7 +31,7 @@ from deltasync.feed.plan import Plan
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.sealed import Heartbeat, is_decimal
 from deltasync.parallel import each
-from deltasync.replica.fleet import phase_seconds
+from deltasync.replica.events import phase_seconds
 from deltasync.store import opened
 from deltasync.trainer.checkpoint import publish as commit
 from deltasync.upkeep.restore import plan_restore

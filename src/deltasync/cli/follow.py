@@ -15,11 +15,9 @@ from deltasync.cli.parser import require_unused
 from deltasync.cli.service import calling_on_signal, listening, require_address
 from deltasync.cli.units import count_text, duration_text, number_text, size_text, time_text
 from deltasync.errors import EngineError, InvalidInputError
-from deltasync.replica.events import Advance, Seconds
-from deltasync.replica.folder import FolderTarget
+from deltasync.replica.events import Advance, Seconds, follower_metrics, no_version
+from deltasync.replica.folder import FolderTarget, Hook
 from deltasync.replica.follower import Follower
-from deltasync.replica.hook import Hook
-from deltasync.replica.metrics import follower_metrics, no_version
 from deltasync.sglang import SglangTarget
 
 EXEC_TIMEOUT_S = 600.0

@@ -14,7 +14,7 @@ from deltasync.cli.units import count_text, duration_text, or_dash, ratio_text, 
 from deltasync.errors import DeltasyncError, MismatchError, StoreError, printable
 from deltasync.feed.log import Log
 from deltasync.files import atomic_write, require_replaceable
-from deltasync.replica.fleet import ReplicaState, replica_states
+from deltasync.replica.events import ReplicaState, replica_states
 from deltasync.store import opened
 from deltasync.ui.alerts import Alert, alerts
 from deltasync.ui.overview import Overview, Replica, Watch

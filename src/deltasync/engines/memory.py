@@ -5,6 +5,7 @@ map, spans are compared with a checkpoint, bit by bit.
 """
 
 import functools
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,8 +63,8 @@ class Span:
     @property
     def row_elements(self) -> int:
         """The elements of one row of its largest tensor."""
-        view = max(self.views.values(), key=lambda view: _elements(view.shape))
-        return max(1, _elements(view.shape[1:]))
+        view = max(self.views.values(), key=lambda view: math.prod(view.shape))
+        return max(1, math.prod(view.shape[1:]))
 
 
 class Memory:
@@ -88,15 +89,14 @@ class Memory:
 
     def sums(self) -> list[tuple[int, int]]:
         """The address of each span and the sum of its bits: equal as long as nothing replaces or writes it."""
-        return [(span.flat.data_ptr(), _sum(span.flat)) for span in self.spans]
-
-
-def _sum(flat: torch.Tensor) -> int:
-    """The sum of all bytes, in words of 8 where they are aligned: those are read at the speed of memory."""
-    data = flat.view(torch.uint8)
-    words = len(data) // 8 * 8 if data.storage_offset() % 8 == 0 else 0
-    total = int(data[:words].view(torch.int64).sum()) if words else 0
-    return total + int(data[words:].sum(dtype=torch.int64))
+        sums = []
+        for span in self.spans:
+            data = span.flat.view(torch.uint8)
+            # In words of 8 bytes where they are aligned: those are read at the speed of memory.
+            words = len(data) // 8 * 8 if data.storage_offset() % 8 == 0 else 0
+            total = int(data[:words].view(torch.int64).sum()) if words else 0
+            sums.append((span.flat.data_ptr(), total + int(data[words:].sum(dtype=torch.int64))))
+        return sums
 
 
 def _span(tensors: Mapping[str, torch.Tensor], *, is_parameter: bool) -> Span:
@@ -159,13 +159,6 @@ def _is_set(cell: Any) -> bool:
         return bool(cell.cell_contents is not None)
     except ValueError:
         return False
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 # Live memory beside a checkpoint

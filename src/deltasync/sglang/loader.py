@@ -27,7 +27,7 @@ from deltasync.engines.stage import read_stage
 from deltasync.errors import DeltasyncError, InvalidInputError, MismatchError
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Weights
-from deltasync.sglang.exchange import CHANGES_NAME, TENSOR_NAME, Answer, Request
+from deltasync.sglang.in_place import CHANGES_NAME, TENSOR_NAME, Answer, Request
 from deltasync.torch.tensors import torch_dtype
 
 __all__ = ["load"]

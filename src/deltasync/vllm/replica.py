@@ -9,8 +9,8 @@ from typing import Any
 from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError
 from deltasync.observe import registered
 from deltasync.parallel import lower_priority
+from deltasync.replica.events import follower_metrics
 from deltasync.replica.follower import Follower
-from deltasync.replica.metrics import follower_metrics
 from deltasync.replica.target import Target
 from deltasync.vllm.settings import SyncMode
 

@@ -98,7 +98,8 @@ def each(
         nonlocal failure
         if failure is None:
             try:
-                started.extend((item, pool.submit(work, item)) for item in islice(source, count))
+                for item in islice(source, count):
+                    started.append((item, pool.submit(work, item)))
             except Exception as error:  # noqa: BLE001 - it is raised when the results before it have been given
                 failure = error
 

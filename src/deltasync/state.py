@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -72,16 +73,6 @@ class Applied:
                 if self.changed > self.limit:
                     self.changes = None
 
-    def timed(self, payloads: Iterator[Payload]) -> Iterator[Payload]:
-        """The payloads; the time that decoding waits for them counts as fetching."""
-        while True:
-            since = time.perf_counter()
-            payload = next(payloads, None)
-            self.fetch_s += time.perf_counter() - since
-            if payload is None:
-                return
-            yield payload
-
     def count_refetched(self, key: str) -> None:
         self.refetched += 1
 
@@ -136,37 +127,34 @@ class State:
         """
         applied = Applied() if applied is None else applied
         since, busy_s = time.perf_counter(), applied.fetch_s + applied.decode_s
+        goal, lost = route.goal, 0
         try:
-            self._advance(route, applied, progress)
+            while self.at is None or (self.at.version, self.at.digest) != (goal.version, goal.digest):
+                plan = None if self.version == goal.version else route.plan(self.version)
+                if plan is None or self._has_diverged(route, plan.edges[0]):
+                    logger.warning("the weights of version %s are not those of the feed: rebuilding them", self.version)
+                    self.discard(applied)
+                    continue
+                try:
+                    self.follow(route, plan, applied, progress)
+                except Blocked:
+                    # The next plan goes around it.
+                    continue
+                except LostBits as error:
+                    self._lose_pasts()
+                    self.discard(applied)
+                    lost += 1
+                    if lost == ATTEMPTS:
+                        raise CorruptError(
+                            f"the weights lost their bits {ATTEMPTS} times on the way to version {goal.version}",
+                            version=goal.version,
+                            rule="state.digest",
+                            hint="the memory or the disk of this machine may be faulty",
+                        ) from error
         finally:
             applied.rerouted += route.rerouted
             route.rerouted = 0
             applied.plan_s += time.perf_counter() - since - (applied.fetch_s + applied.decode_s - busy_s)
-
-    def _advance(self, route: Route, applied: Applied, progress: Progress | None) -> None:
-        lost = 0
-        while self.version != route.goal.version or self.digest != route.goal.digest:
-            plan = None if self.version == route.goal.version else route.plan(self.version)
-            if plan is None or self._has_diverged(route, plan.edges[0]):
-                logger.warning("the weights of version %s are not those of the feed: rebuilding them", self.version)
-                self.discard(applied)
-                continue
-            try:
-                self.follow(route, plan, applied, progress)
-            except Blocked:
-                # The next plan goes around it.
-                continue
-            except LostBits as error:
-                self._lose_pasts()
-                self.discard(applied)
-                lost += 1
-                if lost == ATTEMPTS:
-                    raise CorruptError(
-                        f"the weights lost their bits {ATTEMPTS} times on the way to version {route.goal.version}",
-                        version=route.goal.version,
-                        rule="state.digest",
-                        hint="the memory or the disk of this machine may be faulty",
-                    ) from error
 
     def follow(
         self, route: Route, plan: Plan, applied: Applied | None = None, progress: Progress | None = None
@@ -180,17 +168,16 @@ class State:
             base = start.base
             self._allocate(start.layout, applied)
         count = counting(progress, "restore", plan.nbytes)
-        manifests = (edge.manifest for edge in plan.edges)
+        manifests = [edge.manifest for edge in plan.edges]
         layout = None if self.weights is None else self.weights.layout
         have = self.written(first)
         fetched = fetch_payloads(
             route.log.store, manifests, have=have, layout=layout, on_refetch=applied.count_refetched
         )
         with closing(fetched):
-            payloads = applied.timed(fetched)
             for edge in plan.edges:
                 with route.using(edge):
-                    for nbytes in self.take(edge, payloads, applied, base if edge is first else None):
+                    for nbytes in self.take(edge, fetched, applied, base if edge is first else None):
                         if count is not None:
                             count(nbytes)
         last = plan.edges[-1]
@@ -269,8 +256,11 @@ class State:
                 key=edge.key,
                 version=edge.end,
             )
+        # Verified; nothing is written yet.
+        staged: list[Changes] = []
         try:
-            staged = self.stage(edge, payloads)
+            for part, _ in self._decoded(edge, payloads, "keep", applied):
+                staged += part
         except MismatchError as error:
             # Either these weights have lost bits, or the change was made against others than those of its parent.
             if not self.is_sound():
@@ -283,11 +273,6 @@ class State:
             applied.changes = None
             raise
         applied.collect(staged)
-
-    def stage(self, edge: Edge, payloads: Iterator[Payload]) -> list[Changes]:
-        """All changes of a delta or skip that starts from the present version, verified. Nothing is written."""
-        decoded = self._decoded(edge, payloads, "keep", Applied())
-        return [changes for part, _ in decoded for changes in part]
 
     def check(self, edge: Edge, payloads: Iterator[Payload]) -> Iterator[int]:
         """Decode and verify an edge that starts from the present version, or leads to it from nothing.
@@ -428,14 +413,17 @@ class State:
         payload is taken from `payloads` when its turn comes; those in `have` are left out. An edge that names a base
         gives all weights of `base` first. Blocks do not overlap, so that threads can write them.
         """
-        weights = self.require_weights()
-        if base is not None:
-            base.layout.require_equal(weights.layout, ours="the base", theirs="the weights")
-            whole = blocks.layout_runs(base.layout, elements=limits.PLANES_ELEMENTS)
-            for kept in each(lambda runs: self._used(_all_of(base, runs), use, applied), whole):
-                yield kept, None
-        items = _block_numbers(edge, payloads, weights.layout, have)
-        yield from each(partial(self._decode, edge, use, applied), items)
+        layout = self.require_weights().layout
+        items = _block_numbers(edge, payloads, layout, have, applied)
+        decoded = each(partial(self._decode, edge, use, applied), items)
+        if base is None:
+            return decoded
+        base.layout.require_equal(layout, ours="the base", theirs="the weights")
+
+        def used(runs: Runs) -> tuple[list[Changes], PayloadRef | None]:
+            return self._used(Changes(runs, None, base.region(runs).gather()), use, applied), None
+
+        return chain(each(used, blocks.layout_runs(base.layout, elements=limits.PLANES_ELEMENTS)), decoded)
 
     def _decode(
         self, edge: Edge, use: _Use, applied: Applied, item: tuple[Payload, int | None, PayloadRef | None]
@@ -448,8 +436,10 @@ class State:
             # Straight into the weights: what differed is not wanted.
             blocks.restore_block(weights, payload.block(i))
             return [], ref
-        decoded = blocks.decode_block(weights, payload.block(i), relative=edge.start is not None)
-        return [kept for changes in decoded for kept in self._used(changes, use, applied)], ref
+        kept: list[Changes] = []
+        for changes in blocks.decode_block(weights, payload.block(i), relative=edge.start is not None):
+            kept += self._used(changes, use, applied)
+        return kept, ref
 
     def _used(self, changes: Changes, use: _Use, applied: Applied) -> list[Changes]:
         """What is kept of decoded changes. Runs in worker threads."""
@@ -474,22 +464,23 @@ class State:
 
 
 def _block_numbers(
-    edge: Edge, payloads: Iterator[Payload], layout: Layout, have: Collection[str]
+    edge: Edge, payloads: Iterator[Payload], layout: Layout, have: Collection[str], applied: Applied
 ) -> Iterator[tuple[Payload, int | None, PayloadRef | None]]:
-    """The number of each block in its payload, and the payload with the last of them."""
+    """The number of each block in its payload, and the payload with the last of them.
+
+    The time that decoding waits for a payload counts as fetching.
+    """
     for ref in edge.manifest.payloads:
         if ref.sha256 not in have:
+            since = time.perf_counter()
             payload = next(payloads)
+            applied.fetch_s += time.perf_counter() - since
             payload.header.layout.require_equal(layout, ours=edge.key, theirs="the version before it")
             last = len(payload.block_infos) - 1
             if last < 0:
                 yield payload, None, ref
             for i in range(last + 1):
                 yield payload, i, ref if i == last else None
-
-
-def _all_of(weights: Weights, runs: Runs) -> Changes:
-    return Changes(runs, None, weights.region(runs).gather())
 
 
 class _Given:

@@ -160,6 +160,9 @@ class Manifest:
             )
         parent_digest, files = fields.values["parent_digest"], fields.optional_object("files")
         timeline = fields.optional_object("timeline")
+        payloads = {item.sha256("sha256"): PayloadRef.from_fields(item) for item in fields.objects("payloads")}
+        if len(payloads) != len(fields.values["payloads"]):
+            raise CorruptError("the manifest lists a payload twice", rule="manifest.payloads")
         manifest = cls(
             kind=kind,
             version=fields.count("version"),
@@ -170,7 +173,7 @@ class Manifest:
             digest=StateDigest.from_hex(fields.values["digest"]),
             elements=fields.count("elements"),
             changed=fields.optional_count("changed"),
-            payloads=_payloads(fields),
+            payloads=tuple(payloads.values()),
             files=None if files is None else PayloadRef.from_fields(files),
             writer=fields.text("writer"),
             created_unix_s=fields.count("created_unix_s"),
@@ -181,13 +184,6 @@ class Manifest:
         _check_kind(manifest)
         require_seal(data, fields.values, what=fields.what, scope=fields.scope)
         return manifest
-
-
-def _payloads(fields: Fields) -> tuple[PayloadRef, ...]:
-    refs = tuple(PayloadRef.from_fields(item) for item in fields.objects("payloads"))
-    if len({ref.sha256 for ref in refs}) != len(refs):
-        raise CorruptError("the manifest lists a payload twice", rule="manifest.payloads")
-    return refs
 
 
 def _base(value: Any) -> BaseRef | None:

@@ -4,7 +4,8 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 from deltasync.feed.log import LIVE_S, RELAY_ENGINE, Log, is_live
@@ -28,7 +29,7 @@ class Seconds:
     pause: float = field(default=0.0, metadata=shown(span="pause_s", tracker="pause_s"))
 
     def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+        return Seconds(*map(add, astuple(self), astuple(other)))
 
     def facts(self) -> dict[str, str]:
         """As fields of a heartbeat."""

@@ -94,12 +94,11 @@ class FolderTarget(Target):
             )
             self._has_warned = True
         with new_checkpoint(staged.weights.layout, {RECORD_NAME: record, **files}, out) as new:
-            if staged.changes is None:
-                new.copy_from(staged.weights)
-            else:
-                new.copy_from(open_checkpoint(self._path).weights)
-                for changes in staged.changes:
-                    overwrite(new, changes)
+            whole = staged.weights if staged.changes is None else open_checkpoint(self._path).weights
+            for ordinal, array in enumerate(whole.arrays):
+                new.write_run(ordinal, 0, array)
+            for changes in staged.changes or ():
+                overwrite(new, changes)
         digest = blocks.digest(open_checkpoint(out).weights)
         if digest != staged.manifest.digest:
             shutil.rmtree(out)

@@ -198,7 +198,7 @@ MUTANTS = (
     Mutant(
         name="older-stage-wins",
         harm="A worker that takes several versions at once keeps an older value of an element.",
-        path="src/deltasync/engines/stage.py",
+        path="src/deltasync/engines/placement.py",
         old="        is_last = np.append(places[1:] != places[:-1], True)\n",
         new="        is_last = np.append(True, places[1:] != places[:-1])\n",
         killers=("tests/unit/test_vllm_worker.py::test_later_changes_win",),

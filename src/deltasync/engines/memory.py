@@ -34,13 +34,8 @@ _COMPARE_ELEMENTS = 1 << 24
 """Elements that are compared in one call, which bounds the temporary memory on an accelerator."""
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """A tensor in a span: the index of its first element there, its shape and its strides."""
-
-    first: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+View = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A tensor in a span: the index of its first element there, its shape and its strides."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +58,8 @@ class Span:
     @property
     def row_elements(self) -> int:
         """The elements of one row of its largest tensor."""
-        view = max(self.views.values(), key=lambda view: math.prod(view.shape))
-        return max(1, math.prod(view.shape[1:]))
+        shape = max((shape for _, shape, _ in self.views.values()), key=math.prod)
+        return max(1, math.prod(shape[1:]))
 
 
 class Memory:
@@ -105,9 +100,7 @@ def _span(tensors: Mapping[str, torch.Tensor], *, is_parameter: bool) -> Span:
         int(t.storage_offset()) + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
         for t in tensors.values()
     )
-    views = {
-        path: View(int(t.storage_offset()) - first, tuple(t.shape), tuple(t.stride())) for path, t in tensors.items()
-    }
+    views = {path: (int(t.storage_offset()) - first, tuple(t.shape), tuple(t.stride())) for path, t in tensors.items()}
     some = next(iter(tensors.values()))
     return Span(some.as_strided((end - first,), (1,), first), views, is_parameter)
 

@@ -21,9 +21,8 @@ import torch
 
 from deltasync.checkpoint import open_checkpoint
 from deltasync.engines.memory import Memory, count_differing, from_mapped
-from deltasync.engines.placement import Placement
+from deltasync.engines.placement import Placement, read_stage
 from deltasync.engines.probes import Build, NamedTensors, layer_of, map_weights
-from deltasync.engines.stage import read_stage
 from deltasync.errors import DeltasyncError, InvalidInputError, MismatchError
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Weights

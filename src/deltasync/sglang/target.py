@@ -250,10 +250,20 @@ class SglangTarget(FolderTarget):
         self.version = self._live
 
     def stage(self, staged: Staged) -> bool:
-        """Write and prove the folder. EngineError, before anything is written, if the server cannot be reached."""
+        """Write and prove the folder. EngineError, before anything is written, if the server cannot be reached.
+
+        InvalidInputError, once, if it lacks a route, a field or a setting that is needed.
+        """
         # A server that was started again may have been started in another way.
         self._is_checked &= self._label() == str(self._live)
-        self._require()
+        if not self._is_checked:
+            self._server.require({**ROUTES, **IN_PLACE_ROUTES} if self._only_changes else ROUTES)
+            if self._only_changes:
+                # Only here is torch needed.
+                from deltasync.sglang.in_place import InPlace
+
+                self._in_place = InPlace(self._server, load_s=self._load_s)
+            self._is_checked = True
         current = self._current()
         if staged.changes is None and current is not None and recorded_version(current) == staged.version:
             # The server was restarted, or failed: the folder may be right already.
@@ -295,19 +305,16 @@ class SglangTarget(FolderTarget):
                     hint="does something else update its weights?",
                 )
         finally:
-            self._go_on()
+            if self._held == "torn":
+                logger.error("%s stays paused: its weights are of no version until it has loaded one", self.engine)
+            else:
+                if self._held == "unknown":
+                    self._server.name_weights(UNKNOWN)
+                    self._held = "version"
+                self._server.ask("/continue_generation", {})
         self.version = self._live = staged.version
         self._looked_s = self._clock()
         return self._clock() - since
-
-    def _go_on(self) -> None:
-        if self._held == "torn":
-            logger.error("%s stays paused: its weights are of no version until it has loaded one", self.engine)
-            return
-        if self._held == "unknown":
-            self._server.name_weights(UNKNOWN)
-            self._held = "version"
-        self._server.ask("/continue_generation", {})
 
     def _is_written(self, staged: Staged) -> bool:
         """Write what changed, if that is possible. Whatever fails there, loading the whole folder puts right."""
@@ -366,15 +373,3 @@ class SglangTarget(FolderTarget):
             # What the server has is not known: ask it at the next step.
             self.version = self._looked_s = None
             raise
-
-    def _require(self) -> None:
-        """InvalidInputError, once, if the server lacks a route, a field or a setting that is needed."""
-        if self._is_checked:
-            return
-        self._server.require({**ROUTES, **IN_PLACE_ROUTES} if self._only_changes else ROUTES)
-        if self._only_changes:
-            # Only here is torch needed.
-            from deltasync.sglang.in_place import InPlace
-
-            self._in_place = InPlace(self._server, load_s=self._load_s)
-        self._is_checked = True

@@ -4,17 +4,17 @@ import asyncio
 import hmac
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Body, FastAPI
 from starlette.responses import JSONResponse
 
-from deltasync.errors import DeltasyncError, EngineError, InvalidInputError
+from deltasync.errors import DeltasyncError, EngineError, InvalidInputError, NotFoundError
 from deltasync.replica.follower import Follower
 from deltasync.vllm.labels import VERSION, App, Labels, Message, Receive, Send, route_path
-from deltasync.vllm.replica import Replicas
+from deltasync.vllm.replica import Replica
 
 PREFIX = "/deltasync"
 READY = f"{PREFIX}/ready"
@@ -45,6 +45,25 @@ def error_response(error: DeltasyncError) -> JSONResponse:
     return JSONResponse({"error": fields}, status_code=_STATUS_CODES.get(error.kind, 500))
 
 
+Replicas = Mapping[str | None, Replica]
+"""What a server follows: feeds of adapters by the name of the adapter, and a feed of weights under None."""
+
+
+def named(replicas: Replicas, adapter: str | None) -> Replica:
+    """The replica of an adapter, or of the weights for None."""
+    found = replicas.get(adapter)
+    if found is not None:
+        return found
+    adapters = [name for name in replicas if name is not None]
+    if adapter is None:
+        raise InvalidInputError(
+            "the server follows no feed of weights", hint=f"name one of its adapters, as in ?adapter={adapters[0]}"
+        )
+    raise NotFoundError(
+        f"the server follows no adapter {adapter!r:.80}", hint=f"it follows {', '.join(adapters) or 'none'}"
+    )
+
+
 def add_routes(app: FastAPI, get_replicas: Callable[[], Replicas | None]) -> None:
     """Add the control routes. `get_replicas` returns None until the engine is up.
 
@@ -62,7 +81,7 @@ def add_routes(app: FastAPI, get_replicas: Callable[[], Replicas | None]) -> Non
 
     async def act(adapter: str | None, work: Callable[[Follower], None]) -> JSONResponse:
         def act_and_report(replicas: Replicas) -> dict[str, Any]:
-            replica = replicas.named(adapter)
+            replica = named(replicas, adapter)
             work(replica.follower)
             return replica.status()
 
@@ -71,20 +90,25 @@ def add_routes(app: FastAPI, get_replicas: Callable[[], Replicas | None]) -> Non
     @app.get(READY)
     async def ready() -> JSONResponse:
         replicas = get_replicas()
-        is_ready = replicas is not None and replicas.is_ready
+        is_ready = replicas is not None and all(replica.is_ready for replica in replicas.values())
         return JSONResponse({"ready": is_ready}, status_code=200 if is_ready else 503)
 
     @app.get(f"{PREFIX}/status")
     async def status() -> JSONResponse:
-        return await answer(Replicas.status)
+        def report(replicas: Replicas) -> dict[str, Any]:
+            """The status of the weights, with those of the adapters by name."""
+            adapters = {name: replica.status() for name, replica in replicas.items() if name is not None}
+            return {**(replicas[None].status() if None in replicas else {}), "adapters": adapters}
+
+        return await answer(report)
 
     @app.post(f"{PREFIX}/advance")
     async def advance(to: int | None = Body(None, embed=True), adapter: str | None = None) -> JSONResponse:
-        return await answer(lambda replicas: replicas.named(adapter).advance(to))
+        return await answer(lambda replicas: named(replicas, adapter).advance(to))
 
     @app.post(f"{PREFIX}/scrub")
     async def scrub(repair: bool = Body(True, embed=True), adapter: str | None = None) -> JSONResponse:
-        return await answer(lambda replicas: replicas.named(adapter).scrub(repair=repair))
+        return await answer(lambda replicas: named(replicas, adapter).scrub(repair=repair))
 
     @app.post(f"{PREFIX}/pin")
     async def pin(version: int | None = Body(None, embed=True), adapter: str | None = None) -> JSONResponse:

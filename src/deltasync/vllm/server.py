@@ -22,7 +22,7 @@ from deltasync.vllm.core import CALL, CacheSalts, own_client
 from deltasync.vllm.labels import Labels, label_middleware, note_versions
 from deltasync.vllm.plugin import log_where_vllm_does
 from deltasync.vllm.releases import check_pauses, warn_if_not_in_zoo, warn_if_untested
-from deltasync.vllm.replica import Replica, Replicas
+from deltasync.vllm.replica import Replica
 from deltasync.vllm.routes import add_routes, token_middleware, version_middleware
 from deltasync.vllm.settings import PauseMode, Settings
 from deltasync.vllm.target import AdapterTarget, Load, VllmTarget
@@ -49,7 +49,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.labels = Labels()
         self._settings = Settings.from_environment()
-        self._replicas: Replicas | None = None
+        self._replicas: dict[str | None, Replica] | None = None
         self._held = ExitStack()
         self._app: FastAPI | None = None
         self._is_serving = threading.Event()
@@ -95,7 +95,7 @@ class Endpoint:
         note_versions(engine_client, self.labels)
         folder = self._held.enter_context(memory_folder())
         loop = asyncio.get_running_loop()
-        weights = None
+        replicas: dict[str | None, Replica] = {}
         if settings.feed is not None:
             salts = await _salts(engine_client) if settings.cache == "keep" else None
             engine = ServerEngine(engine_client, loop, pause=settings.pause, labels=self.labels, salts=salts)
@@ -104,18 +104,17 @@ class Endpoint:
             target = VllmTarget(engine, folder=folder, mirror=mirror)
             # In another thread: it waits for coroutines of this event loop.
             await asyncio.to_thread(target.claim)
-            weights = self._following(
+            replicas[None] = self._following(
                 settings.feed, target, mirror, base=settings.base, scrub_s=settings.scrub_s, has_metrics=True
             )
-        adapters = {}
         for name, feed in settings.adapters.items():
             load = adapter_loader(engine_client, state.openai_serving_models, loop, name)
             own = folder / f"adapter-{name}"
             own.mkdir()
             adapter = AdapterTarget(name, load, folder=own)
-            adapters[name] = self._following(feed, adapter, own / "mirror.safetensors", has_metrics=False)
-        self._replicas = Replicas(weights, adapters)
-        for replica in (*adapters.values(), *([] if weights is None else [weights])):
+            replicas[name] = self._following(feed, adapter, own / "mirror.safetensors", has_metrics=False)
+        self._replicas = replicas
+        for replica in replicas.values():
             replica.start()
 
     def _following(

@@ -19,9 +19,8 @@ import torch
 
 from deltasync.checkpoint import open_checkpoint
 from deltasync.engines.memory import Memory, as_tensor, count_differing, from_mapped, pair
-from deltasync.engines.placement import Placement
+from deltasync.engines.placement import SEGMENT_ELEMENTS, Placement, Segment, read_stage
 from deltasync.engines.probes import NamedTensors, layer_of, map_weights
-from deltasync.engines.stage import SEGMENT_ELEMENTS, Segment, read_stage
 from deltasync.errors import CorruptError, EngineError, InvalidInputError, MismatchError
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.weights import Bits, Region, Weights

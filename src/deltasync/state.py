@@ -210,7 +210,32 @@ class State:
                 if ref is not None:
                     yield ref.nbytes
         else:
-            self._take_change(edge, payloads, applied)
+            # A delta or a skip is decoded and verified completely before the first write.
+            manifest = edge.manifest
+            if manifest.parent_digest != self.digest or manifest.layout_sha256 != self.require_weights().layout.sha256:
+                raise CorruptError(
+                    f"{edge.key} starts from the digest {manifest.parent_digest}, but version {self.version} has "
+                    f"{self.digest}",
+                    rule="chain.link",
+                    key=edge.key,
+                    version=edge.end,
+                )
+            staged: list[Changes] = []
+            try:
+                for part, _ in self._decoded(edge, payloads, "keep", applied):
+                    staged += part
+            except MismatchError as error:
+                # Either these weights have lost bits, or the change was made against others than those of its parent.
+                if not self.is_sound():
+                    raise LostBits from error
+                message = f"{edge.key} does not fit version {edge.start}, from which it starts: {error.message}"
+                raise CorruptError(message, rule=error.rule, key=edge.key, version=edge.end) from error
+            try:
+                self.apply(staged, manifest)
+            except BaseException:
+                applied.changes = None
+                raise
+            applied.collect(staged)
         applied.edges.append(edge.manifest.kind)
         applied.nbytes += sum(ref.nbytes for ref in edge.manifest.payloads if ref.sha256 not in have)
         applied.decode_s += time.perf_counter() - since - (applied.fetch_s - waited_s)
@@ -244,35 +269,6 @@ class State:
             for past in self.pasts:
                 past.keep(self._replaced)
             self._replaced = []
-
-    def _take_change(self, edge: Edge, payloads: Iterator[Payload], applied: Applied) -> None:
-        """A delta or a skip is decoded completely before the first write."""
-        manifest, weights = edge.manifest, self.require_weights()
-        if manifest.parent_digest != self.digest or manifest.layout_sha256 != weights.layout.sha256:
-            raise CorruptError(
-                f"{edge.key} starts from the digest {manifest.parent_digest}, but version {self.version} has "
-                f"{self.digest}",
-                rule="chain.link",
-                key=edge.key,
-                version=edge.end,
-            )
-        # Verified; nothing is written yet.
-        staged: list[Changes] = []
-        try:
-            for part, _ in self._decoded(edge, payloads, "keep", applied):
-                staged += part
-        except MismatchError as error:
-            # Either these weights have lost bits, or the change was made against others than those of its parent.
-            if not self.is_sound():
-                raise LostBits from error
-            message = f"{edge.key} does not fit version {edge.start}, from which it starts: {error.message}"
-            raise CorruptError(message, rule=error.rule, key=edge.key, version=edge.end) from error
-        try:
-            self.apply(staged, manifest)
-        except BaseException:
-            applied.changes = None
-            raise
-        applied.collect(staged)
 
     def check(self, edge: Edge, payloads: Iterator[Payload]) -> Iterator[int]:
         """Decode and verify an edge that starts from the present version, or leads to it from nothing.

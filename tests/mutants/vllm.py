@@ -107,7 +107,7 @@ MUTANTS = (
     Mutant(
         name="copy-off-by-one",
         harm="Changes of a fused or sharded tensor go to the element beside the one that they belong to.",
-        path="src/deltasync/engines/placement.py",
+        path="src/deltasync/engines/memory.py",
         old="            places += at * here\n",
         new="            places += (at + 1) * here\n",
         killers=("tests/unit/test_engines_placement.py::test_the_arithmetic_agrees_with_a_copy",),
@@ -198,7 +198,7 @@ MUTANTS = (
     Mutant(
         name="older-stage-wins",
         harm="A worker that takes several versions at once keeps an older value of an element.",
-        path="src/deltasync/engines/placement.py",
+        path="src/deltasync/engines/memory.py",
         old="        is_last = np.append(places[1:] != places[:-1], True)\n",
         new="        is_last = np.append(True, places[1:] != places[:-1])\n",
         killers=("tests/unit/test_vllm_worker.py::test_later_changes_win",),

@@ -10,7 +10,7 @@ import torch
 from served_model import Tensors, Workers, changed, changes_between, save, tensors, weights_of
 
 from deltasync.engines import memory
-from deltasync.engines.placement import Segment, write_stage
+from deltasync.engines.memory import Segment, write_stage
 from deltasync.engines.probes import NamedTensors
 from deltasync.errors import CorruptError, EngineError, InvalidInputError, MismatchError
 from deltasync.vllm import worker

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltasync.engines.memory import Memory, Span
-from deltasync.engines.placement import Indices, Placement, fit, joined
+from deltasync.engines.memory import Indices, Memory, Placement, Span, fit, joined
 from deltasync.errors import MismatchError
 from deltasync.format.layout import DType, TensorSpec
 from deltasync.format.weights import Bits

@@ -58,38 +58,36 @@ class Loop:
         """
         if not self._running.acquire(blocking=False):
             raise InvalidInputError("this follower follows already", hint="create another one for another target")
-        try:
-            self._run(step, final)
-        finally:
-            self._running.release()
-
-    def _run(self, step: Callable[[], bool], final: tuple[type[Exception], ...]) -> None:
         pause_s, has_worked = _POLL_FIRST_S, False
         cadence = Cadence()
         failing: type[Exception] | None = None
-        while not self._stop.is_set():
-            self._wake.clear()
-            try:
-                is_new = step()
-            except Exception as error:
-                # Whatever a target or a store raises, the live version is still served.
-                if isinstance(error, final) or _is_final(error, has_worked=has_worked, is_again=failing is type(error)):
-                    self.has_failed = True
-                    raise
-                if failing is not type(error):
-                    trace = None if isinstance(error, DeltasyncError) else error
-                    logger.warning("cannot follow, retrying: %s", error, exc_info=trace)
-                failing, pause_s = type(error), min(2 * pause_s, _OUTAGE_MOST_S)
-            else:
-                if failing is not None:
-                    logger.warning("following again")
-                failing, has_worked = None, True
-                if is_new:
-                    cadence.note()
-                    pause_s = _POLL_FIRST_S
-                    continue
-                pause_s = cadence.pause_s()
-            self._wake.wait(pause_s)
+        try:
+            while not self._stop.is_set():
+                self._wake.clear()
+                try:
+                    is_new = step()
+                except Exception as error:
+                    # Whatever a target or a store raises, the live version is still served.
+                    is_again = failing is type(error)
+                    if isinstance(error, final) or _is_final(error, has_worked=has_worked, is_again=is_again):
+                        self.has_failed = True
+                        raise
+                    if not is_again:
+                        trace = None if isinstance(error, DeltasyncError) else error
+                        logger.warning("cannot follow, retrying: %s", error, exc_info=trace)
+                    failing, pause_s = type(error), min(2 * pause_s, _OUTAGE_MOST_S)
+                else:
+                    if failing is not None:
+                        logger.warning("following again")
+                    failing, has_worked = None, True
+                    if is_new:
+                        cadence.note()
+                        pause_s = _POLL_FIRST_S
+                        continue
+                    pause_s = cadence.pause_s()
+                self._wake.wait(pause_s)
+        finally:
+            self._running.release()
 
 
 def poll_pause_s(away_s: float) -> float:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from deltasync.engines.placement import Indices, Placement, is_covered, segments, write_stage
+from deltasync.engines.memory import Indices, Placement, is_covered, segments, write_stage
 from deltasync.errors import EngineError, InvalidInputError, MismatchError
 from deltasync.files import atomic_write
 from deltasync.format.weights import Bits, tensor_parts

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from deltasync.checkpoint import open_checkpoint
-from deltasync.engines.memory import Memory, count_differing, from_mapped
-from deltasync.engines.placement import Placement, read_stage
+from deltasync.engines.memory import Memory, Placement, count_differing, from_mapped, read_stage
 from deltasync.engines.probes import Build, NamedTensors, layer_of, map_weights
 from deltasync.errors import DeltasyncError, InvalidInputError, MismatchError
 from deltasync.format.layout import Layout, TensorSpec

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from deltasync.checkpoint import open_checkpoint
-from deltasync.engines.placement import Indices, Placement, Segment, is_covered, segments, write_stage
+from deltasync.engines.memory import Indices, Placement, Segment, is_covered, segments, write_stage
 from deltasync.errors import EngineError, InvalidInputError, MismatchError
 from deltasync.files import temporary_beside
 from deltasync.format.layout import Layout, TensorSpec

@@ -18,8 +18,17 @@ import numpy as np
 import torch
 
 from deltasync.checkpoint import open_checkpoint
-from deltasync.engines.memory import Memory, as_tensor, count_differing, from_mapped, pair
-from deltasync.engines.placement import SEGMENT_ELEMENTS, Placement, Segment, read_stage
+from deltasync.engines.memory import (
+    SEGMENT_ELEMENTS,
+    Memory,
+    Placement,
+    Segment,
+    as_tensor,
+    count_differing,
+    from_mapped,
+    pair,
+    read_stage,
+)
 from deltasync.engines.probes import NamedTensors, layer_of, map_weights
 from deltasync.errors import CorruptError, EngineError, InvalidInputError, MismatchError
 from deltasync.format.layout import DTYPES, Layout, TensorSpec

@@ -24,9 +24,9 @@ from deltasync.state import State
 from deltasync.store.memory import MemoryStore
 from deltasync.store.patient import WrapperStore
 from deltasync.store.protocol import Data, Store
+from deltasync.trainer.capture import WeightsSource
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.schedule import AnchorPolicy
-from deltasync.trainer.source import WeightsSource
 
 ROUND_TRIP_S = 0.02
 DENSITY = 0.01

@@ -54,5 +54,6 @@ StateDigest.ZERO = StateDigest(0, 0)
 
 def layout_digest(layout: Layout) -> StateDigest:
     """The digest of a state whose bits are all zero: it binds names, types and shapes, even of empty tensors."""
-    lanes = layout.seeds.sum(axis=0, dtype=np.uint64)
-    return StateDigest(int(lanes[0]), int(lanes[1]))
+    # Sums of 64-bit numbers wrap around, as lanes do.
+    lane0, lane1 = layout.seeds.sum(axis=0, dtype=np.uint64).tolist()
+    return StateDigest(lane0, lane1)

@@ -52,6 +52,8 @@ def unpack_runs(value: Any, layout: Layout, *, elements_max: int, runs_max: int)
     if not isinstance(value, list) or not value:
         raise CorruptError("runs of a block must be a list that is not empty", rule="runs.entry")
     checked: list[tuple[int, int, int, int, int]] = []
+    runs = elements = 0
+    dtypes = set()
     for item in value:
         is_run = isinstance(item, list) and len(item) in (3, 5)
         if not is_run or not all(is_count(number, most=limits.ELEMENTS_MAX) for number in item):
@@ -77,15 +79,15 @@ def unpack_runs(value: Any, layout: Layout, *, elements_max: int, runs_max: int)
                 rule="runs.range",
             )
         checked.append((tensor, start, count, stride, repeat))
-    runs = sum(repeat for *_, repeat in checked)
-    elements = sum(count * repeat for _, _, count, _, repeat in checked)
+        runs += repeat
+        elements += count * repeat
+        dtypes.add(spec.dtype.name)
     if elements > elements_max:
         raise CorruptError(f"a block has {elements} elements; at most {elements_max} are allowed", rule="runs.elements")
     if runs > runs_max:
         raise CorruptError(
             f"a payload has more than {limits.RUNS_MAX} runs, the most that are allowed", rule="runs.pieces"
         )
-    dtypes = {layout.tensors[tensor].dtype.name for tensor, *_ in checked}
     if len(dtypes) != 1:
         raise CorruptError(f"a block must have one element type, not {', '.join(sorted(dtypes))}", rule="runs.dtype")
     table = np.array(checked, np.int64)
@@ -106,11 +108,6 @@ def require_disjoint(all_runs: Sequence[Runs], layout: Layout) -> None:
         tensor, start, _ = runs[1:][int(np.argmax(overlaps))].tolist()
         name = layout.tensors[tensor].name
         raise CorruptError(f"element {start} of tensor {name!r:.200} is in two runs", rule="runs.overlap")
-
-
-def elements_of(runs: Runs) -> int:
-    """The number of elements that the runs cover."""
-    return int(runs[:, 2].sum())
 
 
 COO = "coo/1"
@@ -140,7 +137,7 @@ class BlockInfo:
 
     @property
     def elements(self) -> int:
-        return elements_of(self.runs)
+        return int(self.runs[:, 2].sum())
 
     @property
     def nbytes(self) -> int:
@@ -215,9 +212,10 @@ def decode_index(data: bytes, known: Layout | None = None) -> tuple[Layout, tupl
             )
         elements_max = limits.ELEMENTS_MAX if codec == COO else limits.BLOCK_ELEMENTS_MAX
         runs = unpack_runs(item["runs"], layout, elements_max=elements_max, runs_max=runs_left)
-        if not is_count(changed, most=elements_of(runs)):
+        elements = int(runs[:, 2].sum())
+        if not is_count(changed, most=elements):
             raise CorruptError(
-                f"changed of {what} must be from 0 to its {elements_of(runs)} elements, not {changed!r:.40}",
+                f"changed of {what} must be from 0 to its {elements} elements, not {changed!r:.40}",
                 rule="block.changed",
             )
         runs_left -= len(runs)

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from deltasync.errors import CorruptError, FormatError
@@ -83,9 +84,10 @@ def read_header(read: Read, size: int) -> Header:
         raise CorruptError("the header must begin with {", rule="safetensors.json")
     fields = parse_object(text, what="the safetensors header", scope="safetensors")
     metadata = fields.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptError("__metadata__ must be an object of strings", rule="safetensors.metadata")
-    entries = sorted((_entry(n, v, data_begin) for n, v in fields.items()), key=lambda e: (e.begin, e.end))
+    entries = [_entry(name, value, data_begin) for name, value in fields.items()]
+    entries.sort(key=attrgetter("begin", "end"))
     at = data_begin
     for entry in entries:
         if entry.begin != at:
@@ -139,7 +141,7 @@ def _entry(name: str, value: Any, data_begin: int) -> Entry:
             f"tensor {name!r:.200} has the shape {shape!r:.80}, not up to {limits.DIMENSIONS_MAX} whole numbers",
             rule="safetensors.shape",
         )
-    if not all(is_count(o, most=limits.COUNT_MAX) for o in (begin, end)) or begin > end:
+    if not is_count(begin, most=limits.COUNT_MAX) or not is_count(end, most=limits.COUNT_MAX) or begin > end:
         raise CorruptError(
             f"tensor {name!r:.200} has the offsets {begin!r:.40} and {end!r:.40}, not ascending whole numbers",
             rule="safetensors.offsets",

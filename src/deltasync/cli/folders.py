@@ -177,15 +177,19 @@ def _advance_all(
         poll_until_signal(step, final=(ConflictError,))
         return
     patience_s = _ONCE_SETTLES * (SETTLE_S if settle_s is None else settle_s)
-    until_s = time.monotonic() + patience_s
+    until_s: float | None = None
     while True:
+        began_s = time.monotonic()
         if step():
-            until_s = time.monotonic() + patience_s
+            until_s = None
             continue
         problem = waiting_for()
         if problem is None:
             return
-        if time.monotonic() > until_s:
+        if until_s is None:
+            # From the end of the first look: on a busy machine it can take longer than files need to settle.
+            until_s = time.monotonic() + patience_s
+        if began_s > until_s:
             raise NotFoundError(problem, hint="run the command again when it is complete, or remove it")
         time.sleep(_POLL_S)
 

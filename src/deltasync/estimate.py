@@ -336,7 +336,10 @@ def estimate(change: Change, deployment: Deployment, rates: Rates = MEASURED) ->
     d, speed = deployment, rates.speed(deployment.cores)
     rank = (change.weight_bytes / d.ranks, change.changed / d.ranks)
     whole = (change.weight_bytes, change.changed)
-    payloads = _payloads(change.delta_bytes / d.ranks)
+    # A rank cuts its part of a delta into payloads.
+    part_bytes = change.delta_bytes / d.ranks
+    payload_bytes = min(max(part_bytes / DELTA_PAYLOADS, DELTA_BYTES_LEAST), DELTA_BYTES_MOST)
+    payloads = max(1, math.ceil(part_bytes / payload_bytes))
     encode_s = rates.encode.seconds(*rank, speed=speed)
     put_s = overlapped(encode_s, d.put_s(change.delta_bytes), payloads) - encode_s + d.uplink.round_trip_s
     decode_s = rates.decode.seconds(*whole, speed=speed)
@@ -413,12 +416,6 @@ def anchor_versions(policy: AnchorPolicy, *, delta_bytes: int, anchor_bytes: int
     if policy.versions is not None:
         rules.append(policy.versions)
     return min(rules, default=None)
-
-
-def _payloads(delta_bytes: float) -> int:
-    """The payloads that a rank cuts its part of a delta into."""
-    size = min(max(delta_bytes / DELTA_PAYLOADS, DELTA_BYTES_LEAST), DELTA_BYTES_MOST)
-    return max(1, math.ceil(delta_bytes / size))
 
 
 def _shards(elements: int) -> int:

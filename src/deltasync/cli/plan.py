@@ -7,16 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from deltasync.cli.output import (
-    Column,
-    Output,
-    bits_text,
-    count_text,
-    duration_text,
-    number_text,
-    share_text,
-    size_text,
-)
+from deltasync.cli.output import Column, Output, bits_text, count_text, duration_text, share_text, size_text
 from deltasync.cli.parser import Parser, positive, seconds
 from deltasync.errors import InvalidInputError
 
@@ -245,7 +236,7 @@ def _print(out: Output, change: "Change", deployment: "Deployment", found: "Esti
         anchors = f"{size_text(change.anchor_bytes)}, one in {count_text(found.anchor_versions, 'version')}"
     out.fields(
         (
-            ("weights", f"{number_text(change.elements)} elements, {size_text(change.weight_bytes)}"),
+            ("weights", f"{change.elements:,} elements, {size_text(change.weight_bytes)}"),
             (
                 "a step",
                 f"changes {share_text(change.changed, change.elements)}, {size_text(change.delta_bytes)}: "

@@ -98,7 +98,8 @@ def each(
         nonlocal failure
         if failure is None:
             try:
-                started.extend((item, pool.submit(work, item)) for item in islice(source, count))
+                for item in islice(source, count):
+                    started.append((item, pool.submit(work, item)))
             except Exception as error:  # noqa: BLE001 - it is raised when the results before it have been given
                 failure = error
 
@@ -154,7 +155,7 @@ class ProcessBound(Closable):
 
     def _require_here(self) -> None:
         """InvalidInputError in any other process than the one that created it."""
-        if not self._is_here():
+        if os.getpid() != self._pid:
             name = type(self).__name__
             raise InvalidInputError(
                 f"this {name} was created in process {self._pid} and is used in a fork of it, where its threads do not "

@@ -18,7 +18,7 @@ import deltasync
 from deltasync.cli import main as cli
 from deltasync.cli.main import build_parser, parse
 from deltasync.cli.parser import Parser, UsageError
-from deltasync.replica.hook import Hook
+from deltasync.replica.folder import Hook
 from deltasync.replica.loop import SCRUB_S
 
 Out = pytest.CaptureFixture[str]

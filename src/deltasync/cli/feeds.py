@@ -332,7 +332,7 @@ def timeline_json(manifest: "Manifest", heartbeats: Sequence["Heartbeat"]) -> di
     `began_s` counts from the capture, or from the commit if no capture was recorded.
     """
     from deltasync.format.sealed import is_decimal
-    from deltasync.replica.fleet import phase_seconds
+    from deltasync.replica.events import phase_seconds
 
     steps: list[dict[str, Any]] = []
 

@@ -25,7 +25,7 @@ _ONCE_SETTLES = 2.0
 
 def watch(args: argparse.Namespace, out: Output) -> None:
     """Publish the folders that match, and print a line for each."""
-    from deltasync.trainer.watch import SETTLE_S, CheckpointWatch
+    from deltasync.trainer.checkpoint import SETTLE_S, CheckpointWatch
 
     for name in ("step", "parent", "base", "anchor"):
         if getattr(args, name) not in (None, False):
@@ -164,7 +164,7 @@ def _advance_all(
     Without it, NotFoundError if there is a folder that does not become complete.
     """
 
-    from deltasync.trainer.watch import SETTLE_S
+    from deltasync.trainer.checkpoint import SETTLE_S
 
     def step() -> bool:
         done = advance()

@@ -17,9 +17,8 @@ from deltasync.errors import EngineError, InvalidInputError
 
 if TYPE_CHECKING:
     from deltasync.replica.events import Advance
-    from deltasync.replica.folder import FolderTarget
+    from deltasync.replica.folder import FolderTarget, Hook
     from deltasync.replica.follower import Follower
-    from deltasync.replica.hook import Hook
 
 EXEC_TIMEOUT_S = 600.0
 _ONCE_TRIES = 3
@@ -89,9 +88,8 @@ def follow_arguments(parser: Parser) -> None:
 def follow(args: argparse.Namespace, out: Output) -> None:
     """Print a line for every version that goes live, until SIGINT or SIGTERM."""
     from deltasync.replica.events import Advance, Seconds
-    from deltasync.replica.folder import FolderTarget
+    from deltasync.replica.folder import FolderTarget, Hook
     from deltasync.replica.follower import Follower
-    from deltasync.replica.hook import Hook
     from deltasync.sglang import SglangTarget
 
     require_address(args, follows=not args.once, without="with --once")
@@ -185,7 +183,7 @@ def _run_once(hook: "Hook") -> None:
 
 
 def _listening(args: argparse.Namespace, out: Output, follower: "Follower", hook: "Hook | None") -> Any:
-    from deltasync.replica.metrics import follower_metrics, no_version
+    from deltasync.replica.events import follower_metrics, no_version
 
     read_hook = None if hook is None else lambda: hook.status
 

@@ -29,7 +29,7 @@ from deltasync.errors import DeltasyncError, MismatchError, StoreError, printabl
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from deltasync.replica.fleet import ReplicaState
+    from deltasync.replica.events import ReplicaState
     from deltasync.ui.overview import Overview, Watch
 
 _STYLES = {"critical": "bold red", "warning": "yellow", "notice": "cyan"}
@@ -305,7 +305,7 @@ def status_arguments(parser: Parser) -> None:
 
 def status(args: argparse.Namespace, out: Output) -> None:
     """List the replicas; an error if a live one has other bits than its version."""
-    from deltasync.replica.fleet import replica_states
+    from deltasync.replica.events import replica_states
 
     with opened_feed(args.url) as (log, head):
         floor = log.floor()

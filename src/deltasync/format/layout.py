@@ -111,9 +111,6 @@ class TensorSpec:
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype.name}{list(self.shape)}"
 
-    def to_json(self) -> list[Any]:
-        return [self.name, self.dtype.name, list(self.shape)]
-
 
 def tensor_seed(spec: TensorSpec) -> tuple[int, int]:
     """Two 64-bit numbers that stand for a tensor in the state digest: they bind its name, type and shape."""
@@ -137,7 +134,24 @@ class Layout:
                 f"the layout has {len(ordered)} tensors; at most {limits.TENSORS_MAX} are allowed", rule="layout.count"
             )
         for i, spec in enumerate(ordered):
-            _check_spec(spec)
+            name_bytes = len(spec.name.encode())
+            if not 0 < name_bytes <= limits.NAME_BYTES_MAX:
+                raise FormatError(
+                    f"a tensor name has {name_bytes} bytes; it must have 1 to {limits.NAME_BYTES_MAX}",
+                    rule="layout.name",
+                )
+            if len(spec.shape) > limits.DIMENSIONS_MAX:
+                raise FormatError(
+                    f"tensor {spec.name!r:.200} has {len(spec.shape)} dimensions; at most {limits.DIMENSIONS_MAX} are "
+                    "allowed",
+                    rule="layout.dimensions",
+                )
+            if max(spec.elements, *spec.shape, 0) > limits.ELEMENTS_MAX:
+                raise FormatError(
+                    f"tensor {spec.name!r:.200} has more than {limits.ELEMENTS_MAX} elements, the most that are "
+                    "allowed",
+                    rule="layout.elements",
+                )
             if i and ordered[i - 1].name == spec.name:
                 raise FormatError(f"the layout has the tensor {spec.name!r:.200} twice", rule="layout.duplicate")
         return cls(ordered)
@@ -154,17 +168,22 @@ class Layout:
         return layout
 
     def to_json(self) -> list[Any]:
-        return [t.to_json() for t in self.tensors]
+        """What `from_json` reads; not to be changed."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> list[Any]:
+        return [[t.name, t.dtype.name, list(t.shape)] for t in self.tensors]
 
     @cached_property
     def sha256(self) -> str:
         """SHA-256 of the canonical JSON of the layout, in hex: its identity."""
-        return hashlib.sha256(canonical_json(self.to_json())).hexdigest()
+        return hashlib.sha256(canonical_json(self._json)).hexdigest()
 
     @cached_property
     def index_bytes(self) -> int:
         """What the layout takes in the index of each payload."""
-        return len(zlib.compress(canonical_json(self.to_json())))
+        return len(zlib.compress(canonical_json(self._json)))
 
     @cached_property
     def ordinals(self) -> dict[str, int]:
@@ -175,13 +194,13 @@ class Layout:
         """`tensor_seed` of each tensor, one row each."""
         return np.array([tensor_seed(t) for t in self.tensors], np.uint64).reshape(-1, 2)
 
-    @property
+    @cached_property
     def elements(self) -> int:
-        return sum(t.elements for t in self.tensors)
+        return sum([t.elements for t in self.tensors])
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors)
+        return sum([t.nbytes for t in self.tensors])
 
     def require_equal(self, other: "Layout", *, ours: str, theirs: str) -> None:
         """MismatchError that names the first tensor that differs, and both sides."""
@@ -208,21 +227,3 @@ def _spec_from_json(item: Any) -> TensorSpec:
         case [str(name), str(dtype), list(shape)] if all(type(d) is int and d >= 0 for d in shape):
             return TensorSpec(name, dtype_named(dtype), tuple(shape))
     raise FormatError(f"an entry of the layout must be [name, dtype, shape], not {item!r:.200}", rule="layout.entry")
-
-
-def _check_spec(spec: TensorSpec) -> None:
-    name_bytes = len(spec.name.encode())
-    if not 0 < name_bytes <= limits.NAME_BYTES_MAX:
-        raise FormatError(
-            f"a tensor name has {name_bytes} bytes; it must have 1 to {limits.NAME_BYTES_MAX}", rule="layout.name"
-        )
-    if len(spec.shape) > limits.DIMENSIONS_MAX:
-        raise FormatError(
-            f"tensor {spec.name!r:.200} has {len(spec.shape)} dimensions; at most {limits.DIMENSIONS_MAX} are allowed",
-            rule="layout.dimensions",
-        )
-    if any(d > limits.ELEMENTS_MAX for d in spec.shape) or spec.elements > limits.ELEMENTS_MAX:
-        raise FormatError(
-            f"tensor {spec.name!r:.200} has more than {limits.ELEMENTS_MAX} elements, the most that are allowed",
-            rule="layout.elements",
-        )

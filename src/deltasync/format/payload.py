@@ -5,9 +5,9 @@ file. A `coo/1` payload holds plain `{name}.indices` and `{name}.values` instead
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ Kind = Literal["delta", "anchor", "shard"]
 Range = tuple[int, int]
 """First byte, and the byte after the last."""
 
+_KINDS: dict[str, Kind] = {"delta": "delta", "anchor": "anchor", "shard": "shard"}
 _PREFIX_BYTES = 64 << 10
 _U8 = DTYPES["U8"]
 _OURS = FORMAT.partition("/")[0] + "/"
@@ -184,12 +185,10 @@ class _HasRuns(Protocol):
 _B = TypeVar("_B", bound=_HasRuns)
 
 
-def grouped(
-    blocks: Iterable[_B], *, enough: int | None = None, size: Callable[[_B], int] | None = None
-) -> Iterator[list[_B]]:
+def grouped(blocks: Iterable[_B], *, enough: int | None = None) -> Iterator[list[_B]]:
     """Neighbouring blocks, one group for each payload: it ends once its size is `enough`, or it has too many runs.
 
-    `size` is that of a block; by default the number of its elements.
+    The size of a block is that of its bytes; before it is encoded, it is the number of its elements.
     """
     group: list[_B] = []
     held = runs = 0
@@ -198,7 +197,7 @@ def grouped(
             yield group
             group, held, runs = [], 0, 0
         group.append(block)
-        held += int(block.runs[:, 2].sum()) if size is None else size(block)
+        held += len(block.data) if isinstance(block, Block) else int(block.runs[:, 2].sum())
         runs += len(block.runs)
         if enough is not None and held >= enough:
             yield group
@@ -251,8 +250,7 @@ def index_dtype(spec: TensorSpec) -> np.dtype[np.signedinteger]:
 def _located(layout: Layout, records: Sequence[BlockRecord], header: Header) -> tuple[BlockInfo, ...]:
     tensors = _tensors(layout, records)
     ranges: list[list[Range]] = [[] for _ in records]
-    heads_first = sorted(zip(tensors, header.entries, strict=False), key=lambda pair: pair[0].is_tail)
-    for tensor, entry in heads_first:
+    for tensor, entry in zip(tensors, header.entries, strict=False):
         fits = len(entry.shape) == 1 and tensor.length in (None, entry.shape[0])
         if tensor.name != entry.name or tensor.dtype != entry.dtype or not fits:
             wanted = f"{tensor.name}: {tensor.dtype.name}[{'n' if tensor.length is None else tensor.length}]"
@@ -260,7 +258,8 @@ def _located(layout: Layout, records: Sequence[BlockRecord], header: Header) -> 
                 f"a tensor of the payload must be {wanted:.200}, not {entry.spec!s:.200}", rule="payload.tensors"
             )
         if tensor.block is not None:
-            ranges[tensor.block].append((entry.begin, entry.end))
+            # The indices of a block come before its values, wherever both are in the file.
+            ranges[tensor.block].insert(len(ranges[tensor.block]) if tensor.is_tail else 0, (entry.begin, entry.end))
     if len(tensors) != len(header.entries):
         raise CorruptError(f"the payload has {len(header.entries)} tensors, not {len(tensors)}", rule="payload.tensors")
     return tuple(
@@ -298,7 +297,7 @@ def _checked_metadata(metadata: dict[str, str]) -> Kind:
     kind = metadata.get("kind")
     if kind is None:
         raise CorruptError("__metadata__ lacks kind", rule="payload.metadata")
-    known: Kind | None = next((k for k in get_args(Kind) if k == kind), None)
+    known = _KINDS.get(kind)
     if known is None:
         raise FormatError(
             f"{kind!r:.80} is not a kind of payload that this release knows",
@@ -324,31 +323,30 @@ def _checked_metadata(metadata: dict[str, str]) -> Kind:
 def _check_consistent(header: PayloadHeader, records: Sequence[BlockRecord]) -> None:
     """CorruptError unless the blocks fit each other and the header."""
     layout = header.layout
-    _check_codecs(header, records)
-    require_disjoint([r.runs for r in records], layout)
-    if header.kind == "anchor" and sum(r.elements for r in records) != layout.elements:
-        raise CorruptError("the blocks of an anchor must cover every element", rule="payload.cover")
-    start = layout_digest(layout) if header.parent_digest is None else header.parent_digest
-    if sum((r.digest for r in records), start) != header.digest:
-        raise CorruptError(
-            "the digests of the blocks do not add up to the digest of the payload", rule="payload.digest"
-        )
-
-
-def _check_codecs(header: PayloadHeader, records: Sequence[BlockRecord]) -> None:
     if (header.kind == "delta") != (header.parent_digest is not None):
         raise CorruptError("a delta must have a parent, and an anchor and its shards must not", rule="payload.metadata")
-    codecs = {r.codec for r in records}
+    codecs, all_runs = set(), []
+    digest = layout_digest(layout) if header.parent_digest is None else header.parent_digest
+    for record in records:
+        codecs.add(record.codec)
+        all_runs.append(record.runs)
+        digest += record.digest
     if header.kind != "delta" and not codecs <= {PLANES}:
         raise CorruptError(
             f"the blocks of a payload of kind {header.kind} must be {PLANES}, not {', '.join(sorted(codecs))}",
             rule="payload.anchor",
         )
-    if COO not in codecs:
-        return
-    if len(codecs) > 1:
-        raise CorruptError(f"a payload must not mix {COO} with other codecs", rule="payload.mixed")
-    for i, record in enumerate(records):
-        tensor, start, count = record.runs[0].tolist()
-        if len(record.runs) != 1 or (start, count) != (0, header.layout.tensors[tensor].elements):
-            raise CorruptError(f"block {i} of {COO} must cover one whole tensor", rule="block.coo")
+    if COO in codecs:
+        if len(codecs) > 1:
+            raise CorruptError(f"a payload must not mix {COO} with other codecs", rule="payload.mixed")
+        for i, record in enumerate(records):
+            tensor, start, count = record.runs[0].tolist()
+            if len(record.runs) != 1 or (start, count) != (0, layout.tensors[tensor].elements):
+                raise CorruptError(f"block {i} of {COO} must cover one whole tensor", rule="block.coo")
+    require_disjoint(all_runs, layout)
+    if header.kind == "anchor" and sum(r.elements for r in records) != layout.elements:
+        raise CorruptError("the blocks of an anchor must cover every element", rule="payload.cover")
+    if digest != header.digest:
+        raise CorruptError(
+            "the digests of the blocks do not add up to the digest of the payload", rule="payload.digest"
+        )

@@ -46,8 +46,9 @@ class Region:
 
     def require_writable(self) -> None:
         """InvalidInputError unless the elements can be overwritten."""
-        if not all(array.flags.writeable for array in self.arrays):
-            raise InvalidInputError("the arrays to overwrite must be writable, not read-only")
+        for array in self.arrays:
+            if not array.flags.writeable:
+                raise InvalidInputError("the arrays to overwrite must be writable, not read-only")
 
     def gather(self) -> Bits:
         """A contiguous copy of the bits."""
@@ -107,12 +108,15 @@ class Weights:
     def region(self, runs: Runs) -> Region:
         """The elements that `runs` names; all of its tensors must have one element type."""
         ordinals, local = np.unique(runs[:, 0], return_inverse=True)
-        dtypes = {self.layout.tensors[t].dtype for t in ordinals}
+        dtypes, arrays = set(), []
+        for ordinal in ordinals.tolist():
+            dtypes.add(self.layout.tensors[ordinal].dtype)
+            arrays.append(self.arrays[ordinal])
         if len(dtypes) != 1:
             raise InvalidInputError(f"a region must have one element type, not {len(dtypes)}")
         return Region(
             dtype=dtypes.pop(),
-            arrays=tuple(self.arrays[t] for t in ordinals),
+            arrays=tuple(arrays),
             runs=np.column_stack((local.reshape(-1), runs[:, 1], runs[:, 2])).astype(np.int64),
             keys=region_keys(self.layout, runs),
         )
@@ -212,8 +216,10 @@ def slice_runs(runs: Runs, start: int, stop: int) -> Runs:
 
 def cut_runs(runs: Runs, elements: int) -> list[Runs]:
     """`runs`, cut every `elements` elements; the last may have fewer."""
-    total = int(runs[:, 2].sum())
-    return [slice_runs(runs, start, min(start + elements, total)) for start in range(0, total, elements)]
+    total, cut = int(runs[:, 2].sum()), []
+    for start in range(0, total, elements):
+        cut.append(slice_runs(runs, start, min(start + elements, total)))
+    return cut
 
 
 def tensor_parts(layout: Layout, changes: Changes) -> Iterator[tuple[int, NDArray[np.unsignedinteger], Bits]]:

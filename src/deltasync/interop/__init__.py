@@ -39,10 +39,10 @@ from deltasync.interop.folder import (
 from deltasync.parallel import Closable
 from deltasync.state import Applied, State
 from deltasync.store import Feed, opened
+from deltasync.trainer.capture import Source
+from deltasync.trainer.checkpoint import FolderPublisher
 from deltasync.trainer.events import Publication
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
-from deltasync.trainer.source import Source
-from deltasync.trainer.watch import FolderPublisher, SettledFolders
 
 __all__ = ["Exported", "Exporter", "Importer"]
 
@@ -102,7 +102,7 @@ class Importer(FolderPublisher):
         if restart and base is None:
             raise InvalidInputError("restart needs a base", hint="give the checkpoint that the trainer began with")
         # Each folder is a change to the version before it, which must be in the shadow.
-        super().__init__(feed, replace(PublisherOptions() if options is None else options, wait=True), SettledFolders())
+        super().__init__(feed, replace(PublisherOptions() if options is None else options, wait=True))
         self._newest: Publication | None = None
 
     @property
@@ -136,7 +136,7 @@ class Importer(FolderPublisher):
         path = folders[following[0]]
         try:
             folder = open_folder(path)
-            if folder is None and not self._settled.is_settled(path):
+            if folder is None and self._unchanged_s(path) < self._settle_s:
                 self.waiting_for = f"{path} may still be written"
                 return None
         except NotFoundError as error:

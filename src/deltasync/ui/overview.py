@@ -17,7 +17,7 @@ from deltasync.format import keys
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import Heartbeat, Pin
 from deltasync.parallel import each
-from deltasync.replica.fleet import ReplicaState, replica_state, worst_first
+from deltasync.replica.events import ReplicaState, replica_state, worst_first
 from deltasync.store.protocol import ObjectInfo, Store
 from deltasync.ui.index import open_index
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import deltasync
-from deltasync.cli.output import Output, number_text, share_text, size_text
+from deltasync.cli.output import Output, share_text, size_text
 from deltasync.cli.parser import Parser, add_shadow, whole_number
 from deltasync.cli.service import poll_until_signal
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError
@@ -197,7 +197,7 @@ def _advance_all(
 def _print_version(out: Output, m: "Manifest") -> None:
     changed = "all weights"
     if m.changed is not None:
-        changed = f"{number_text(m.changed)} elements changed ({share_text(m.changed, m.elements)})"
+        changed = f"{m.changed:,} elements changed ({share_text(m.changed, m.elements)})"
     fields = {name: getattr(m, name) for name in ("version", "step", "kind", "changed")}
     out.event(
         {**fields, "bytes": m.nbytes, "digest": m.digest.hex},

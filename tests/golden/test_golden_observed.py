@@ -24,7 +24,7 @@ from deltasync.torch import ModuleTarget, Publisher
 from deltasync.trackers import event_metrics
 from deltasync.upkeep.compact import Compactor
 from deltasync.upkeep.relay import Relay
-from deltasync.upkeep.stats import Upkeep, upkeep_metrics
+from deltasync.upkeep.stats import MaintenanceStats, upkeep_metrics
 
 
 class Spans(SpanExporter):
@@ -101,7 +101,7 @@ def test_what_is_observed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
             },
             "PublishEvent": shape(asdict(by_kind["delta"])),
             "Advance": shape(asdict(moves[1])),
-            "Upkeep": [field.name for field in fields(Upkeep)],
+            "Upkeep": [field.name for field in fields(MaintenanceStats)],
             "upkeep of a relay": work_of(relay.upkeep),
             "upkeep of a compactor": work_of(compactor.upkeep),
             "Status": shape(asdict(status)),
@@ -112,7 +112,7 @@ def test_what_is_observed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
     )
 
 
-def work_of(upkeep: Upkeep) -> dict[str, Any]:
+def work_of(upkeep: MaintenanceStats) -> dict[str, Any]:
     return {name: shape(getattr(upkeep, name)) for name in ("counts", "seconds", "figures")}
 
 

@@ -17,7 +17,7 @@ from deltasync.testing.faulty import Fault, FaultyStore, at
 from deltasync.upkeep.compact import Compactor
 from deltasync.upkeep.prune import Pruner, Retention
 from deltasync.upkeep.relay import Relay, Relayed
-from deltasync.upkeep.stats import PHASES, Upkeep, upkeep_metrics
+from deltasync.upkeep.stats import PHASES, MaintenanceStats, upkeep_metrics
 
 Samples = dict[tuple[str, ...], float]
 
@@ -225,7 +225,7 @@ def test_a_caller_that_stops_early_is_no_failure() -> None:
 
 def test_what_another_thread_reads_does_not_change() -> None:
     """`GET /status` goes through the counts while a relay adds the first edge of a kind."""
-    upkeep = Upkeep()
+    upkeep = MaintenanceStats()
     upkeep.count("delta_edges")
     with upkeep.phase("fetch"):
         pass

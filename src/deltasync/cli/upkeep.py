@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from deltasync.format.manifest import Manifest
     from deltasync.upkeep.prune import Retention
     from deltasync.upkeep.relay import Relay, Relayed
-    from deltasync.upkeep.stats import Role, Upkeep
+    from deltasync.upkeep.stats import MaintenanceStats, Role
 
 
 def prune_arguments(parser: Parser) -> None:
@@ -137,7 +137,7 @@ def _prune_and_follow(args: argparse.Namespace, out: Output, retention: "Retenti
 
 
 def _upkeep_listening(
-    args: argparse.Namespace, out: Output, role: "Role", upkeep: "Upkeep"
+    args: argparse.Namespace, out: Output, role: "Role", upkeep: "MaintenanceStats"
 ) -> AbstractContextManager[None]:
     from deltasync.upkeep.stats import upkeep_metrics
 
@@ -297,7 +297,7 @@ class _RelayStatus:
     """How far the copies are. `version` is the oldest of their newest versions; None if one has none."""
 
     version: int | None
-    destinations: "dict[str, Upkeep]"
+    destinations: "dict[str, MaintenanceStats]"
 
 
 def _relays_listening(args: argparse.Namespace, out: Output, relays: "Sequence[Relay]") -> AbstractContextManager[None]:

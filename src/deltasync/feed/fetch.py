@@ -13,7 +13,7 @@ from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFound
 from deltasync.feed.log import READ_THREADS, Log, outcome
 from deltasync.format import keys, limits
 from deltasync.format.companions import can_run_code, read_files
-from deltasync.format.digest import StateDigest, layout_digest
+from deltasync.format.digest import layout_digest
 from deltasync.format.index import BlockInfo, require_disjoint
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest, PayloadRef
@@ -58,10 +58,10 @@ def get_whole(
     if nbytes <= PART_BYTES:
         offsets = range(0, max(nbytes, 1), max(SPLIT_BYTES, -(-nbytes // ranges)))
         # Asking for one byte more detects an object that is longer.
-        spans = [(at, end - at) for at, end in zip(offsets, (*offsets[1:], nbytes + 1), strict=True)]
-        if len(spans) == 1:
-            found: Iterable[bytes] = [store.get_range(key, *spans[0])]
+        if len(offsets) == 1:
+            found: Iterable[bytes] = [store.get_range(key, 0, nbytes + 1)]
         else:
+            spans = [(at, end - at) for at, end in zip(offsets, (*offsets[1:], nbytes + 1), strict=True)]
             found = each(lambda span: store.get_range(key, *span), spans, waiting=len(spans))
         parts = []
         for part in found:
@@ -200,18 +200,21 @@ def _check_payloads(manifest: Manifest, summaries: Sequence[_Summary]) -> None:
     if not summaries:
         return
     layout = summaries[0][0].layout
-    infos = [info for _, block_infos in summaries for info in block_infos]
-    require_disjoint([info.runs for info in infos], layout)
     start = layout_digest(layout) if manifest.kind == "anchor" else manifest.parent_digest
     if start is None:
         raise _wrong(manifest, "has payloads but nothing to start from", "manifest.payloads")
-    digest_delta = sum((header.digest - start for header, _ in summaries), StateDigest.ZERO)
-    if start + digest_delta != manifest.digest:
-        message = f"promises the digest {manifest.digest}, but its payloads lead to {start + digest_delta}"
+    digest, changed, runs = start, 0, []
+    for header, infos in summaries:
+        digest += header.digest - start
+        for info in infos:
+            changed += info.changed
+            runs.append(info.runs)
+    require_disjoint(runs, layout)
+    if digest != manifest.digest:
+        message = f"promises the digest {manifest.digest}, but its payloads lead to {digest}"
         raise _wrong(manifest, message, "manifest.digest")
-    if manifest.kind == "anchor" and sum(info.elements for info in infos) != layout.elements:
+    if manifest.kind == "anchor" and sum(int(part[:, 2].sum()) for part in runs) != layout.elements:
         raise _wrong(manifest, "does not cover every element", "manifest.cover")
-    changed = sum(info.changed for info in infos)
     if manifest.changed not in (None, changed):
         message = f"promises {manifest.changed} changed elements, but its payloads have {changed}"
         raise _wrong(manifest, message, "manifest.changed")

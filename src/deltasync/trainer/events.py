@@ -12,7 +12,7 @@ from deltasync.errors import InvalidInputError, StoreError
 from deltasync.format.manifest import Kind, Manifest, Timeline
 from deltasync.observe import Collector, Family, families, phases_of, registered, require_client, shown, total
 from deltasync.parallel import Progress
-from deltasync.upkeep.stats import Role, Upkeep, upkeep_metrics
+from deltasync.upkeep.stats import MaintenanceStats, Role, upkeep_metrics
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -64,8 +64,8 @@ class PublishEvent:
 Observer = Callable[[PublishEvent], None]
 """Called with each event. If it has a method `failed`, that is called with the error of each failed publication.
 
-If it has a method `maintains`, that is called with the role (pruner, compactor) and the `Upkeep` of each process of the
-feed's maintenance that the publisher runs by itself.
+If it has a method `maintains`, that is called with the role (pruner, compactor) and the `MaintenanceStats` of each
+process of the feed's maintenance that the publisher runs by itself.
 """
 
 
@@ -229,7 +229,7 @@ class PublisherMetrics:
         self._newest: PublishEvent | None = None
         self._committed_unix_s: float | None = None
         self._totals = _Totals()
-        self._upkeeps: dict[Role, Upkeep] = {}
+        self._upkeeps: dict[Role, MaintenanceStats] = {}
         try:
             self._unregister = registered(self, registry)
         except ValueError as error:
@@ -259,7 +259,7 @@ class PublisherMetrics:
         with self._lock:
             self._totals.failures += 1
 
-    def maintains(self, role: Role, upkeep: Upkeep) -> None:
+    def maintains(self, role: Role, upkeep: MaintenanceStats) -> None:
         """Add the metrics of the publisher's retention, or of the skips that it writes."""
         self._upkeeps[role] = upkeep
 

@@ -26,7 +26,7 @@ from deltasync.past import Past
 from deltasync.state import State, load
 from deltasync.store import Feed, opened
 from deltasync.store.protocol import Store
-from deltasync.upkeep.stats import Upkeep
+from deltasync.upkeep.stats import MaintenanceStats
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Compactor:
         clock: Callable[[], float] = time.time,
     ) -> None:
         require_levels("levels", levels)
-        self.upkeep = Upkeep()
+        self.upkeep = MaintenanceStats()
         self._upload = Upload(store, retry_s=retry_s, stop=stop, clock=clock)
         self._store = self._upload.patient
         self._log = Log(self._store)

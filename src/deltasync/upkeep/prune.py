@@ -22,7 +22,7 @@ from deltasync.store import Feed, opened
 from deltasync.store.fencing import PATIENCE_S, probe_clock
 from deltasync.store.patient import PatientStore
 from deltasync.store.protocol import Store
-from deltasync.upkeep.stats import Upkeep
+from deltasync.upkeep.stats import MaintenanceStats
 from deltasync.upkeep.survey import ORPHAN_S, Known, Survey, is_given_up, manifest_items, reachable, survey
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Pruner:
     """Prunes a feed again and again. Manifests that were read are remembered, so that a run reads only new ones."""
 
     def __init__(self, store: Store, retention: Retention, *, clock: Callable[[], float] = time.time) -> None:
-        self.upkeep = Upkeep()
+        self.upkeep = MaintenanceStats()
         self._log = Log(store)
         self._retention = retention
         self._clock = clock

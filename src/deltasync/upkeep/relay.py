@@ -36,7 +36,7 @@ from deltasync.parallel import each
 from deltasync.store import Feed, opened
 from deltasync.store.patient import PatientStore, get_manifest
 from deltasync.store.protocol import Store
-from deltasync.upkeep.stats import Upkeep
+from deltasync.upkeep.stats import MaintenanceStats
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Relay:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.destination = destination.url
-        self.upkeep = Upkeep()
+        self.upkeep = MaintenanceStats()
         self._upload = Upload(destination, retry_s=retry_s, clock=clock)
         self._stores = PatientStore(source, retry_s), self._upload.patient
         self._is_same = source is destination or source.url == destination.url != "memory://"

@@ -21,7 +21,7 @@ PHASES: Mapping[Role, tuple[str, ...]] = {
 
 
 @dataclass(slots=True)
-class Upkeep:
+class MaintenanceStats:
     """Counts and times of one such process since it was created. One thread writes them, others may read them.
 
     No dictionary is ever changed: it is replaced by another one, so that others may read it in the meantime.
@@ -118,13 +118,13 @@ _FIGURES: Mapping[str, str] = {
 _EDGES = ("anchor", "base", "delta", "skip")
 
 
-def upkeep_metrics(role: Role, sources: Mapping[tuple[str, ...], Upkeep]) -> Collector:
+def upkeep_metrics(role: Role, sources: Mapping[tuple[str, ...], MaintenanceStats]) -> Collector:
     """The metrics of one role. Relays of one process differ in the label `destination`; other roles have no label."""
 
-    def gauge(name: str, help: str, read: Callable[[Upkeep], float | None]) -> Family:
+    def gauge(name: str, help: str, read: Callable[[MaintenanceStats], float | None]) -> Family:
         return Family(f"{role}_{name}", help, read)
 
-    def lag(upkeep: Upkeep) -> int | None:
+    def lag(upkeep: MaintenanceStats) -> int | None:
         return None if upkeep.head is None else upkeep.head - (-1 if upkeep.version is None else upkeep.version)
 
     worked = "When it last did its work, or found that there was none."
@@ -148,9 +148,9 @@ def upkeep_metrics(role: Role, sources: Mapping[tuple[str, ...], Upkeep]) -> Col
     return Collector(families, lambda: sources, ("destination",) if role == "relay" else ())
 
 
-def _counted(name: str, upkeep: Upkeep) -> int:
+def _counted(name: str, upkeep: MaintenanceStats) -> int:
     return upkeep.counts.get(name, 0)
 
 
-def _found(name: str, upkeep: Upkeep) -> int | None:
+def _found(name: str, upkeep: MaintenanceStats) -> int | None:
     return upkeep.figures.get(name)

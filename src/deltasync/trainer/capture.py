@@ -9,7 +9,6 @@ replaces an earlier one. A rebase turns a capture against one version into a cap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -191,12 +190,8 @@ CACHED_ELEMENTS = 1 << 19
 _NO_KEYS = np.zeros((1, 3), np.uint64)
 
 
-@dataclass(frozen=True, slots=True)
-class Masters:
-    """Float32 elements that are published as bfloat16, rounded; a NaN becomes `nan`."""
-
-    region: Region
-    nan: int
+Masters = tuple[Region, int]
+"""Float32 elements that are published as bfloat16, rounded, and what a NaN becomes."""
 
 
 @runtime_checkable
@@ -271,8 +266,8 @@ def _compare(shadow: Weights, new: Readable, runs: Runs) -> list[Changes]:
     if not (isinstance(new, Converted) and new.is_converted):
         found = detect_by(kernels().detect, shadow.region(runs), new.region(runs), runs)
     elif (masters := new.masters(runs)) is not None:
-        rounded = partial(kernels().detect_rounded, nan=masters.nan)
-        found = detect_by(rounded, shadow.region(runs), masters.region, runs)
+        region, nan = masters
+        found = detect_by(partial(kernels().detect_rounded, nan=nan), shadow.region(runs), region, runs)
     else:
         found = _detect_converted(shadow, new, runs)
     return [changes.packed() for changes in found]

@@ -237,7 +237,12 @@ class Pipeline:
             shadow.apply(changes, committed.manifest, before=before)
             self.head = committed.manifest
             if committed.is_anchor_due:
-                self._begin_anchor(committed.manifest)
+                past = shadow.past()
+                shadow.pasts.append(past)
+                self.versions.schedule.begin()
+                progress = logged_progress(self.head.version)
+                written = self._anchor_pool.submit(self._anchors.add_anchor, self.head, past, progress=progress)
+                self._anchor_pool.submit(self._finish_anchor, past, written)
             waiting, captures = [], []
             for one in (job, self._pending):
                 if one is not None and one.capture is not None:
@@ -249,15 +254,6 @@ class Pipeline:
                     one.capture = capture
         if self._skips is not None:
             self._skips.note(committed.manifest)
-
-    def _begin_anchor(self, manifest: Manifest) -> None:
-        """Write an anchor of the version at which the shadow is. Called with its lock held."""
-        past = self.shadow.past()
-        self.shadow.pasts.append(past)
-        self.versions.schedule.begin()
-        progress = logged_progress(manifest.version)
-        done = self._anchor_pool.submit(self._anchors.add_anchor, manifest, past, progress=progress)
-        self._anchor_pool.submit(self._finish_anchor, past, done)
 
     def _finish_anchor(self, past: Past, done: "Future[CommittedVersion]") -> None:
         error = done.exception()

@@ -58,7 +58,7 @@ def _measure(worker: Any, options: argparse.Namespace, folder: Path) -> dict[str
     from benchmarks.machine import peak_extra_bytes
     from deltasync.blocks import detect, layout_runs
     from deltasync.checkpoint import open_checkpoint
-    from deltasync.engines.stage import write_stage
+    from deltasync.engines.memory import write_stage
     from deltasync.format.weights import tensor_parts
     from deltasync.vllm.target import EngineMap, Rank
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from deltasync.files import (
     FULL,
     copy_file,
     fill_holes,
-    reader,
+    read_range,
     release_folder,
     remove_abandoned_files,
     reserve,
@@ -71,19 +72,40 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not root.exists():
         raise NotFoundError(f"{root} does not exist", hint="give a checkpoint folder or a .safetensors file")
     is_folder = root.is_dir()
-    files = tuple(_read_file(p) for p in (_weight_paths(root) if is_folder else [root]))
-    if is_folder:
-        _check_index(root, files)
-    _check_duplicates(files)
+    index = root / INDEX_NAME
+    weight_map: dict[str, str] = {}
+    paths = [root]
+    # The files of weights are chosen as transformers does it.
+    if is_folder and (root / WHOLE_NAME).exists():
+        paths = [root / WHOLE_NAME]
+    elif is_folder and index.exists():
+        weight_map = _read_weight_map(index)
+        paths = sorted({root / name for name in weight_map.values()})
+    elif is_folder:
+        paths = _found_weights(root)
+    files = tuple([_read_file(path) for path in paths])
+    owners: dict[str, Path] = {}
+    for file in files:
+        for entry in file.header.entries:
+            if entry.name in owners:
+                raise CorruptError(
+                    f"tensor {entry.name!r:.200} is in {owners[entry.name]} and in {file.path}",
+                    rule="checkpoint.duplicate",
+                    hint="keep one of the files, or add an index",
+                )
+            owners[entry.name] = file.path
+    # A tensor that the index omits is fine.
+    for tensor, name in weight_map.items():
+        if owners.get(tensor) != root / name:
+            raise CorruptError(
+                f"tensor {tensor!r:.200} is not in {root / name}, where {INDEX_NAME} says it is",
+                rule="checkpoint.index",
+            )
     return Checkpoint(root, is_folder, files, map_files(files, writable=False).weights)
 
 
-def _weight_paths(folder: Path) -> list[Path]:
-    """The weight files of a folder, chosen as transformers does."""
-    if (folder / WHOLE_NAME).exists():
-        return [folder / WHOLE_NAME]
-    if (folder / INDEX_NAME).exists():
-        return [folder / name for name in weight_files(folder / INDEX_NAME)]
+def _found_weights(folder: Path) -> list[Path]:
+    """All safetensors files of a folder; NotFoundError if there is none."""
     paths = sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" and p.is_file())
     if not paths:
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES and p.is_file())
@@ -107,10 +129,10 @@ def _convert_hint(folder: Path) -> str:
 
 def weight_files(index: Path) -> list[str]:
     """The names of the files that an index of transformers lists, none of them in another folder."""
-    return sorted(set(_weightmap_files(index).values()))
+    return sorted(set(_read_weight_map(index).values()))
 
 
-def _weightmap_files(path: Path) -> dict[str, str]:
+def _read_weight_map(path: Path) -> dict[str, str]:
     size, most = path.stat().st_size, limits.SAFETENSORS_HEADER_BYTES_MAX
     if size > most:
         raise CorruptError(f"{path} has {size} bytes; at most {most} are allowed", rule="checkpoint.index")
@@ -129,7 +151,7 @@ def _weightmap_files(path: Path) -> dict[str, str]:
 def _read_file(path: Path) -> CheckpointFile:
     try:
         with path.open("rb") as file:
-            read, size = reader(file.fileno()), os.fstat(file.fileno()).st_size
+            read, size = partial(read_range, file.fileno()), os.fstat(file.fileno()).st_size
             start = read(0, _START_BYTES)
             header = read_header(read, size)
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -156,32 +178,6 @@ def _read_file(path: Path) -> CheckpointFile:
 
 _START_BYTES = 9
 """A safetensors file begins with the length of its header and a brace."""
-
-
-def _check_index(folder: Path, files: tuple[CheckpointFile, ...]) -> None:
-    """CorruptError if the index names a tensor that its file does not have; tensors that it omits are fine."""
-    if [f.path.name for f in files] == [WHOLE_NAME] or not (folder / INDEX_NAME).exists():
-        return
-    held = {f.path.name: {e.name for e in f.header.entries} for f in files}
-    for tensor, file_name in _weightmap_files(folder / INDEX_NAME).items():
-        if tensor not in held[file_name]:
-            raise CorruptError(
-                f"tensor {tensor!r:.200} is not in {folder / file_name}, where {INDEX_NAME} says it is",
-                rule="checkpoint.index",
-            )
-
-
-def _check_duplicates(files: tuple[CheckpointFile, ...]) -> None:
-    seen: dict[str, Path] = {}
-    for file in files:
-        for entry in file.header.entries:
-            if entry.name in seen:
-                raise CorruptError(
-                    f"tensor {entry.name!r:.200} is in {seen[entry.name]} and in {file.path}",
-                    rule="checkpoint.duplicate",
-                    hint="keep one of the files, or add an index",
-                )
-            seen[entry.name] = file.path
 
 
 @dataclass(frozen=True)
@@ -227,6 +223,7 @@ def map_files(files: Sequence[CheckpointFile], *, writable: bool, is_synced_soon
     """The tensors of safetensors files as views of the mapped files. Those to be written get space for their holes."""
     maps: list[mmap.mmap] = []
     copied: list[tuple[mmap.mmap, Entry, Bits]] = []
+    specs: list[TensorSpec] = []
     arrays: dict[str, Bits] = {}
     places: dict[str, tuple[int, int] | None] = {}
     with ExitStack() as opened:
@@ -238,7 +235,8 @@ def map_files(files: Sequence[CheckpointFile], *, writable: bool, is_synced_soon
             mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
             maps.append(mapped)
             for entry in file.header.entries:
-                bits_dtype, elements = entry.dtype.bits_dtype, entry.spec.elements
+                specs.append(entry.spec)
+                bits_dtype, elements = entry.dtype.bits_dtype, specs[-1].elements
                 # NumPy refuses an empty view at the end of a buffer.
                 array = (
                     np.frombuffer(mapped, bits_dtype, elements, entry.begin) if elements else np.empty(0, bits_dtype)
@@ -249,11 +247,11 @@ def map_files(files: Sequence[CheckpointFile], *, writable: bool, is_synced_soon
                     array.flags.writeable = writable
                     copied.append((mapped, entry, array))
                 arrays[entry.name] = array
-        layout = Layout.of(e.spec for f in files for e in f.header.entries)
-        in_order = tuple(arrays[t.name] for t in layout.tensors)
+        layout = Layout.of(specs)
+        in_order = tuple([arrays[t.name] for t in layout.tensors])
         if not writable:
             return MappedFiles(Weights(layout, in_order), tuple(maps), tuple(copied))
-        weights = FileWeights(layout, in_order, tuple(places[t.name] for t in layout.tensors), is_synced_soon)
+        weights = FileWeights(layout, in_order, tuple([places[t.name] for t in layout.tensors]), is_synced_soon)
         # The files stay open for as long as the weights are used.
         weakref.finalize(weights, opened.pop_all().close).atexit = False
     return MappedFiles(weights, tuple(maps), tuple(copied))
@@ -275,7 +273,6 @@ def copied_checkpoint(checkpoint: Checkpoint, out: str | os.PathLike[str]) -> It
     weights that the checkpoint does not consist of, such as the same model in another format: they would be stale.
     """
     target = Path(os.path.abspath(out))
-    _require_free(target, is_folder=checkpoint.is_folder)
     # Listed before the output folder is made, which may lie inside the source.
     sources = _copied_files(checkpoint) if checkpoint.is_folder else []
     with _appearing(target, is_folder=checkpoint.is_folder) as temporary:
@@ -298,7 +295,6 @@ def new_checkpoint(layout: Layout, files: Mapping[str, bytes], out: str | os.Pat
     `out` appears whole or not at all, with `files` beside the weights.
     """
     target = Path(os.path.abspath(out))
-    _require_free(target, is_folder=True)
     require_space(target, layout.nbytes)
     with _appearing(target, is_folder=True) as temporary:
         with _room(target, layout.nbytes):
@@ -376,12 +372,24 @@ def _room(target: Path, nbytes: int) -> Iterator[None]:
 
 @contextmanager
 def _appearing(target: Path, *, is_folder: bool) -> Iterator[Path]:
-    """A hidden path beside `target` that is synced and renamed to it when the block ends without an error."""
+    """A hidden path beside `target` that is synced and renamed to it when the block ends without an error.
+
+    InvalidInputError if something is at `target` that must not be replaced.
+    """
+    if is_folder and target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise InvalidInputError(f"{target} exists and is not an empty folder", hint=_HINT_OUT)
+    if not is_folder and target.is_dir():
+        raise InvalidInputError(f"{target} is a folder, but the checkpoint is one file", hint="give the path of a file")
     with (temporary_folder_beside if is_folder else temporary_beside)(target) as temporary:
         yield temporary
         if is_folder:
             release_folder(temporary)
-        _sync(temporary)
+            for folder, _, names in os.walk(temporary):
+                for name in names:
+                    sync_file(Path(folder, name))
+                sync_folder(Path(folder))
+        else:
+            sync_file(temporary)
         try:
             os.replace(temporary, target)
         except OSError as error:
@@ -394,10 +402,13 @@ def _appearing(target: Path, *, is_folder: bool) -> Iterator[Path]:
 def _named_shards(layout: Layout, folder: Path) -> list[tuple[str, list[TensorSpec]]]:
     """The names and tensors of the files; writes the index of transformers if there are several."""
     shards: list[list[TensorSpec]] = [[]]
+    nbytes = 0
     for spec in layout.tensors:
-        if shards[-1] and sum(s.nbytes for s in shards[-1]) + spec.nbytes > SHARD_BYTES:
+        if shards[-1] and nbytes + spec.nbytes > SHARD_BYTES:
             shards.append([])
+            nbytes = 0
         shards[-1].append(spec)
+        nbytes += spec.nbytes
     if len(shards) == 1:
         return [(WHOLE_NAME, shards[0])]
     named = [(f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors", specs) for i, specs in enumerate(shards)]
@@ -420,14 +431,6 @@ def create_file(
     return _read_file(path)
 
 
-def _require_free(target: Path, *, is_folder: bool) -> None:
-    if is_folder:
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise InvalidInputError(f"{target} exists and is not an empty folder", hint=_HINT_OUT)
-    elif target.is_dir():
-        raise InvalidInputError(f"{target} is a folder, but the checkpoint is one file", hint="give the path of a file")
-
-
 def _copied_files(checkpoint: Checkpoint) -> list[Path]:
     ours = {f.path.name for f in checkpoint.files}
     return [
@@ -444,19 +447,8 @@ def _copy_folder(checkpoint: Checkpoint, sources: Sequence[Path], target: Path) 
         copy_file(source, copy)
 
 
-def _sync(path: Path) -> None:
-    files = list(_files_below(path))
-    for file in files:
-        sync_file(file)
-    for folder in {above for file in files for above in file.parents if above.is_relative_to(path)}:
-        sync_folder(folder)
-
-
 def _files_below(path: Path) -> Iterator[Path]:
-    """All files below a folder, including links to files, without hidden folders; or the file itself."""
-    if path.is_file():
-        yield path
-        return
+    """All files below a folder, including links to files, without hidden folders."""
     for folder, names, file_names in os.walk(path):
         names[:] = sorted(n for n in names if not n.startswith("."))
         yield from (p for name in sorted(file_names) if (p := Path(folder, name)).is_file())

@@ -76,7 +76,14 @@ def temporary_folder_beside(path: Path) -> Iterator[Path]:
     is free was left by a process that was killed, and is removed first.
     """
     with temporary_beside(path) as temporary:
-        _remove_abandoned(path)
+        for other in _temporaries_of(path):
+            # It may be in a place for all users, and one of theirs.
+            with suppress(InvalidInputError, OSError):
+                status = other.lstat()
+                is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+                if is_ours and _lock_of(other / _MARK).is_file():
+                    with locked(other / _MARK):
+                        shutil.rmtree(other)
         temporary.mkdir()
         with locked(temporary / _MARK):
             yield temporary
@@ -92,21 +99,9 @@ def remove_abandoned_files(path: Path, is_ours: Callable[[Path], bool]) -> None:
             other.unlink()
 
 
-def _temporaries_of(path: Path) -> Iterator[Path]:
+def _temporaries_of(path: Path) -> list[Path]:
     name = re.compile(rf"\.{re.escape(path.name[:100])}\.[0-9a-f]{{12}}\.tmp", re.ASCII)
-    return (other for other in path.parent.iterdir() if name.fullmatch(other.name) is not None)
-
-
-def _remove_abandoned(path: Path) -> None:
-    for other in _temporaries_of(path):
-        if not _lock_of(other / _MARK).is_file():
-            continue
-        # It may be in a place for all users, and one of theirs.
-        with suppress(InvalidInputError, OSError):
-            status = other.lstat()
-            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-                with locked(other / _MARK):
-                    shutil.rmtree(other)
+    return [other for other in path.parent.iterdir() if name.fullmatch(other.name) is not None]
 
 
 def release_folder(temporary: Path) -> None:

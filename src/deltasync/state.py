@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -72,16 +73,6 @@ class Applied:
                 if self.changed > self.limit:
                     self.changes = None
 
-    def timed(self, payloads: Iterator[Payload]) -> Iterator[Payload]:
-        """The payloads; the time that decoding waits for them counts as fetching."""
-        while True:
-            since = time.perf_counter()
-            payload = next(payloads, None)
-            self.fetch_s += time.perf_counter() - since
-            if payload is None:
-                return
-            yield payload
-
     def count_refetched(self, key: str) -> None:
         self.refetched += 1
 
@@ -136,37 +127,34 @@ class State:
         """
         applied = Applied() if applied is None else applied
         since, busy_s = time.perf_counter(), applied.fetch_s + applied.decode_s
+        goal, lost = route.goal, 0
         try:
-            self._advance(route, applied, progress)
+            while self.at is None or (self.at.version, self.at.digest) != (goal.version, goal.digest):
+                plan = None if self.version == goal.version else route.plan(self.version)
+                if plan is None or self._has_diverged(route, plan.edges[0]):
+                    logger.warning("the weights of version %s are not those of the feed: rebuilding them", self.version)
+                    self.discard(applied)
+                    continue
+                try:
+                    self.follow(route, plan, applied, progress)
+                except Blocked:
+                    # The next plan goes around it.
+                    continue
+                except LostBits as error:
+                    self._lose_pasts()
+                    self.discard(applied)
+                    lost += 1
+                    if lost == ATTEMPTS:
+                        raise CorruptError(
+                            f"the weights lost their bits {ATTEMPTS} times on the way to version {goal.version}",
+                            version=goal.version,
+                            rule="state.digest",
+                            hint="the memory or the disk of this machine may be faulty",
+                        ) from error
         finally:
             applied.rerouted += route.rerouted
             route.rerouted = 0
             applied.plan_s += time.perf_counter() - since - (applied.fetch_s + applied.decode_s - busy_s)
-
-    def _advance(self, route: Route, applied: Applied, progress: Progress | None) -> None:
-        lost = 0
-        while self.version != route.goal.version or self.digest != route.goal.digest:
-            plan = None if self.version == route.goal.version else route.plan(self.version)
-            if plan is None or self._has_diverged(route, plan.edges[0]):
-                logger.warning("the weights of version %s are not those of the feed: rebuilding them", self.version)
-                self.discard(applied)
-                continue
-            try:
-                self.follow(route, plan, applied, progress)
-            except Blocked:
-                # The next plan goes around it.
-                continue
-            except LostBits as error:
-                self._lose_pasts()
-                self.discard(applied)
-                lost += 1
-                if lost == ATTEMPTS:
-                    raise CorruptError(
-                        f"the weights lost their bits {ATTEMPTS} times on the way to version {route.goal.version}",
-                        version=route.goal.version,
-                        rule="state.digest",
-                        hint="the memory or the disk of this machine may be faulty",
-                    ) from error
 
     def follow(
         self, route: Route, plan: Plan, applied: Applied | None = None, progress: Progress | None = None
@@ -180,17 +168,16 @@ class State:
             base = start.base
             self._allocate(start.layout, applied)
         count = counting(progress, "restore", plan.nbytes)
-        manifests = (edge.manifest for edge in plan.edges)
+        manifests = [edge.manifest for edge in plan.edges]
         layout = None if self.weights is None else self.weights.layout
         have = self.written(first)
         fetched = fetch_payloads(
             route.log.store, manifests, have=have, layout=layout, on_refetch=applied.count_refetched
         )
         with closing(fetched):
-            payloads = applied.timed(fetched)
             for edge in plan.edges:
                 with route.using(edge):
-                    for nbytes in self.take(edge, payloads, applied, base if edge is first else None):
+                    for nbytes in self.take(edge, fetched, applied, base if edge is first else None):
                         if count is not None:
                             count(nbytes)
         last = plan.edges[-1]
@@ -223,7 +210,32 @@ class State:
                 if ref is not None:
                     yield ref.nbytes
         else:
-            self._take_change(edge, payloads, applied)
+            # A delta or a skip is decoded and verified completely before the first write.
+            manifest = edge.manifest
+            if manifest.parent_digest != self.digest or manifest.layout_sha256 != self.require_weights().layout.sha256:
+                raise CorruptError(
+                    f"{edge.key} starts from the digest {manifest.parent_digest}, but version {self.version} has "
+                    f"{self.digest}",
+                    rule="chain.link",
+                    key=edge.key,
+                    version=edge.end,
+                )
+            staged: list[Changes] = []
+            try:
+                for part, _ in self._decoded(edge, payloads, "keep", applied):
+                    staged += part
+            except MismatchError as error:
+                # Either these weights have lost bits, or the change was made against others than those of its parent.
+                if not self.is_sound():
+                    raise LostBits from error
+                message = f"{edge.key} does not fit version {edge.start}, from which it starts: {error.message}"
+                raise CorruptError(message, rule=error.rule, key=edge.key, version=edge.end) from error
+            try:
+                self.apply(staged, manifest)
+            except BaseException:
+                applied.changes = None
+                raise
+            applied.collect(staged)
         applied.edges.append(edge.manifest.kind)
         applied.nbytes += sum(ref.nbytes for ref in edge.manifest.payloads if ref.sha256 not in have)
         applied.decode_s += time.perf_counter() - since - (applied.fetch_s - waited_s)
@@ -245,7 +257,8 @@ class State:
             for changes, ref in self._decoded(edge, payloads, "compare", applied, base=base, have=have):
                 applied.collect(changes)
                 if ref is not None:
-                    self._wrote(ref)
+                    self._written |= {ref.sha256}
+                    self._note(None, self._writing, self._written)
                     yield ref.nbytes
             if not self._is_scratch:
                 self.prove(edge, was_resumed=bool(have))
@@ -256,37 +269,6 @@ class State:
             for past in self.pasts:
                 past.keep(self._replaced)
             self._replaced = []
-
-    def _take_change(self, edge: Edge, payloads: Iterator[Payload], applied: Applied) -> None:
-        """A delta or a skip is decoded completely before the first write."""
-        manifest, weights = edge.manifest, self.require_weights()
-        if manifest.parent_digest != self.digest or manifest.layout_sha256 != weights.layout.sha256:
-            raise CorruptError(
-                f"{edge.key} starts from the digest {manifest.parent_digest}, but version {self.version} has "
-                f"{self.digest}",
-                rule="chain.link",
-                key=edge.key,
-                version=edge.end,
-            )
-        try:
-            staged = self.stage(edge, payloads)
-        except MismatchError as error:
-            # Either these weights have lost bits, or the change was made against others than those of its parent.
-            if not self.is_sound():
-                raise LostBits from error
-            message = f"{edge.key} does not fit version {edge.start}, from which it starts: {error.message}"
-            raise CorruptError(message, rule=error.rule, key=edge.key, version=edge.end) from error
-        try:
-            self.apply(staged, manifest)
-        except BaseException:
-            applied.changes = None
-            raise
-        applied.collect(staged)
-
-    def stage(self, edge: Edge, payloads: Iterator[Payload]) -> list[Changes]:
-        """All changes of a delta or skip that starts from the present version, verified. Nothing is written."""
-        decoded = self._decoded(edge, payloads, "keep", Applied())
-        return [changes for part, _ in decoded for changes in part]
 
     def check(self, edge: Edge, payloads: Iterator[Payload]) -> Iterator[int]:
         """Decode and verify an edge that starts from the present version, or leads to it from nothing.
@@ -337,6 +319,8 @@ class State:
         applied.changes = None
         self.at = None
         self._forget()
+        if self.weights is not None:
+            self._note()
 
     def written(self, edge: Edge) -> frozenset[str]:
         """The payloads of an edge from nothing that an interrupted attempt has written already."""
@@ -346,20 +330,18 @@ class State:
 
     def _begin(self, to: Manifest, *, keep: frozenset[str] = frozenset()) -> None:
         """The weights are about to be overwritten with a version; `keep`: payloads of it that are there already."""
+        self._note(self.version, to.version, keep)
         self.at = None
         self._writing, self._written = to.version, keep
 
-    def _wrote(self, ref: PayloadRef) -> None:
-        """All blocks of a payload were written."""
-        self._written |= {ref.sha256}
+    def _note(
+        self, version: int | None = None, writing: int | None = None, written: frozenset[str] = frozenset()
+    ) -> None:
+        """Called before the weights are overwritten, and with what was written: a state in a file records it there."""
 
     def _hold(self, at: Manifest) -> None:
         """The weights are those of a version."""
         self.at = at
-        self._forget()
-
-    def _spoil(self) -> None:
-        """What was written from nothing does not have the digest of its version."""
         self._forget()
 
     def _forget(self) -> None:
@@ -391,7 +373,8 @@ class State:
         try:
             require_digest(edge, self.require_weights(), on_progress=progress)
         except CorruptError as error:
-            self._spoil()
+            self._forget()
+            self._note()
             if was_resumed:
                 # A payload that was left out may not have been written after all.
                 raise LostBits from error
@@ -426,14 +409,17 @@ class State:
         payload is taken from `payloads` when its turn comes; those in `have` are left out. An edge that names a base
         gives all weights of `base` first. Blocks do not overlap, so that threads can write them.
         """
-        weights = self.require_weights()
-        if base is not None:
-            base.layout.require_equal(weights.layout, ours="the base", theirs="the weights")
-            whole = blocks.layout_runs(base.layout, elements=limits.PLANES_ELEMENTS)
-            for kept in each(lambda runs: self._used(_all_of(base, runs), use, applied), whole):
-                yield kept, None
-        items = _block_numbers(edge, payloads, weights.layout, have)
-        yield from each(partial(self._decode, edge, use, applied), items)
+        layout = self.require_weights().layout
+        items = _block_numbers(edge, payloads, layout, have, applied)
+        decoded = each(partial(self._decode, edge, use, applied), items)
+        if base is None:
+            return decoded
+        base.layout.require_equal(layout, ours="the base", theirs="the weights")
+
+        def used(runs: Runs) -> tuple[list[Changes], PayloadRef | None]:
+            return self._used(Changes(runs, None, base.region(runs).gather()), use, applied), None
+
+        return chain(each(used, blocks.layout_runs(base.layout, elements=limits.PLANES_ELEMENTS)), decoded)
 
     def _decode(
         self, edge: Edge, use: _Use, applied: Applied, item: tuple[Payload, int | None, PayloadRef | None]
@@ -446,8 +432,10 @@ class State:
             # Straight into the weights: what differed is not wanted.
             blocks.restore_block(weights, payload.block(i))
             return [], ref
-        decoded = blocks.decode_block(weights, payload.block(i), relative=edge.start is not None)
-        return [kept for changes in decoded for kept in self._used(changes, use, applied)], ref
+        kept: list[Changes] = []
+        for changes in blocks.decode_block(weights, payload.block(i), relative=edge.start is not None):
+            kept += self._used(changes, use, applied)
+        return kept, ref
 
     def _used(self, changes: Changes, use: _Use, applied: Applied) -> list[Changes]:
         """What is kept of decoded changes. Runs in worker threads."""
@@ -472,22 +460,23 @@ class State:
 
 
 def _block_numbers(
-    edge: Edge, payloads: Iterator[Payload], layout: Layout, have: Collection[str]
+    edge: Edge, payloads: Iterator[Payload], layout: Layout, have: Collection[str], applied: Applied
 ) -> Iterator[tuple[Payload, int | None, PayloadRef | None]]:
-    """The number of each block in its payload, and the payload with the last of them."""
+    """The number of each block in its payload, and the payload with the last of them.
+
+    The time that decoding waits for a payload counts as fetching.
+    """
     for ref in edge.manifest.payloads:
         if ref.sha256 not in have:
+            since = time.perf_counter()
             payload = next(payloads)
+            applied.fetch_s += time.perf_counter() - since
             payload.header.layout.require_equal(layout, ours=edge.key, theirs="the version before it")
             last = len(payload.block_infos) - 1
             if last < 0:
                 yield payload, None, ref
             for i in range(last + 1):
                 yield payload, i, ref if i == last else None
-
-
-def _all_of(weights: Weights, runs: Runs) -> Changes:
-    return Changes(runs, None, weights.region(runs).gather())
 
 
 class _Given:

@@ -19,8 +19,8 @@ from support.servers import missing
 
 from deltasync.errors import InvalidInputError, StoreError
 from deltasync.format.weights import Weights
-from deltasync.replica.hook import HookStatus
-from deltasync.replica.metrics import follower_metrics
+from deltasync.replica.events import follower_metrics
+from deltasync.replica.folder import HookStatus
 from deltasync.store.memory import MemoryStore
 from deltasync.trainer.events import PublisherMetrics, PublishEvent
 from deltasync.upkeep.compact import Compactor

@@ -10,7 +10,7 @@ from deltasync.feed.log import LIVE_S, RELAY_ENGINE, Log
 from deltasync.format import keys
 from deltasync.format.manifest import Manifest
 from deltasync.format.sealed import Heartbeat
-from deltasync.replica.fleet import serving
+from deltasync.replica.events import serving
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import ObjectInfo
 from deltasync.torch import FeedReader

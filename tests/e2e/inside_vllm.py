@@ -48,7 +48,7 @@ def stacked_experts(old: str, new: str) -> dict[str, Any]:
 
     from deltasync.blocks import detect, layout_runs
     from deltasync.checkpoint import open_checkpoint
-    from deltasync.engines.stage import write_stage
+    from deltasync.engines.memory import write_stage
     from deltasync.vllm.target import EngineMap, Rank
 
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None

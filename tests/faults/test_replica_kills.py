@@ -16,7 +16,7 @@ from support.feeds import Feed, same_weights
 
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import DeltasyncError
-from deltasync.replica.folder import _recorded
+from deltasync.replica.folder import recorded_version
 from deltasync.store.local import LocalStore
 
 KILLS = repeats(10, soak=100)
@@ -37,7 +37,7 @@ class Watcher(threading.Thread):
         while not self.end.wait(0.001):
             folder = self._link.resolve()
             try:
-                version, weights = _recorded(folder), open_checkpoint(folder).weights
+                version, weights = recorded_version(folder), open_checkpoint(folder).weights
             except DeltasyncError:
                 if folder.exists() and folder == self._link.resolve():
                     self.wrong.append(f"{folder} cannot be read")
@@ -94,7 +94,7 @@ def test_a_replica_is_killed_again_and_again(is_mapped: bool, tmp_path: Path, mo
         watcher.join(LONG_S)
     assert not watcher.wrong
     assert sum(a != b for a, b in pairwise(watcher.seen)) > KILLS // 3, "most lives were too short to show anything"
-    assert _recorded((tmp_path / "model").resolve()) == len(feed.states) - 1
+    assert recorded_version((tmp_path / "model").resolve()) == len(feed.states) - 1
     assert same_weights(open_checkpoint(tmp_path / "model").weights, feed.states[-1])
     left = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith((".model", "model.v")))
     assert len(left) <= 2, "what was left half written is gone"

@@ -17,8 +17,8 @@ from support import LONG_S
 from support.replicas import wait_until
 
 from deltasync import Advance, Follower, PublisherMetrics, PublishEvent, Retention
-from deltasync.replica.hook import HookStatus
-from deltasync.replica.metrics import follower_metrics
+from deltasync.replica.events import follower_metrics
+from deltasync.replica.folder import HookStatus
 from deltasync.store.memory import MemoryStore
 from deltasync.torch import ModuleTarget, Publisher
 from deltasync.trackers import event_metrics

@@ -64,7 +64,7 @@ MUTANTS = (
         name="seal-unchecked",
         harm="A manifest with a flipped byte is read as if it were whole.",
         path="src/deltasync/format/sealed.py",
-        old="    if values.get(SEAL) != _hash(unsealed) or canonical_json(values) != data:\n",
+        old="    if unsealed.pop(SEAL, None) != _hash(unsealed) or canonical_json(values) != data:\n",
         new="    if SEAL not in values:\n",
         killers=("tests/unit/test_format_manifest.py::test_no_altered_byte_passes",),
     ),

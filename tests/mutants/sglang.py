@@ -41,8 +41,8 @@ MUTANTS = (
         name="sglang-goes-on-half-written",
         harm="A server with weights that are written in part answers with them, under the name of the old version.",
         path="src/deltasync/sglang/target.py",
-        old='        if self._held == "torn":\n            logger.error(',
-        new="        if self._held is None:\n            logger.error(",
+        old='            if self._held == "torn":\n                logger.error(',
+        new="            if self._held is None:\n                logger.error(",
         killers=(
             "tests/unit/test_sglang_loader.py::test_a_server_whose_weights_are_written_in_part_generates_nothing",
         ),
@@ -51,8 +51,8 @@ MUTANTS = (
         name="sglang-failed-load-keeps-its-name",
         harm="A server that has loaded a version, and then failed, calls it by the name of the old one.",
         path="src/deltasync/sglang/target.py",
-        old='        if self._held == "unknown":\n            self._server.name_weights(UNKNOWN)\n',
-        new='        if self._held == "unknown":\n',
+        old='                if self._held == "unknown":\n                    self._server.name_weights(UNKNOWN)\n',
+        new='                if self._held == "unknown":\n',
         killers=("tests/unit/test_sglang.py::test_a_server_that_fails_is_reported_and_generates_on",),
     ),
     Mutant(

@@ -164,8 +164,8 @@ MUTANTS = (
         name="label-before-replicas-serve-it",
         harm="TRL labels samples with a version that no replica has yet, and corrects for the wrong policy.",
         path="src/deltasync/trl.py",
-        old="        return version is not None and version <= served\n",
-        new="        return version is not None\n",
+        old="            return version is not None and version <= served\n",
+        new="            return version is not None\n",
         killers=("tests/unit/test_trl.py::test_a_version_becomes_a_label_when_replicas_serve_it",),
     ),
     Mutant(

@@ -23,9 +23,9 @@ MUTANTS = (
     Mutant(
         name="weights-replaced-under-a-label",
         harm="vLLM's own reload replaces weights, and answers keep the label of a version that is no longer there.",
-        path="src/deltasync/vllm/ownership.py",
-        old="    elif method in _WRITES or (method in _PROTOCOL and _owner(core) == _SERVER):\n",
-        new="    elif method in _PROTOCOL and _owner(core) == _SERVER:\n",
+        path="src/deltasync/vllm/core.py",
+        old="        elif method in _WRITES or (method in _PROTOCOL and getattr(core, _OWNER, None) == _SERVER):\n",
+        new="        elif method in _PROTOCOL and getattr(core, _OWNER, None) == _SERVER:\n",
         killers=("tests/unit/test_vllm_ownership.py::test_a_server_that_follows_keeps_its_weights",),
     ),
     Mutant(
@@ -74,7 +74,7 @@ MUTANTS = (
     Mutant(
         name="a-later-version-will-do",
         harm="A request that asks for one version is answered by another.",
-        path="src/deltasync/vllm/admission.py",
+        path="src/deltasync/vllm/routes.py",
         old="        return live is not None and self.version in (None, live) and (self.min_version or 0) <= live\n",
         new="        return live is not None and (self.version or 0) <= live and (self.min_version or 0) <= live\n",
         killers=("tests/unit/test_vllm_admission.py::test_a_version_that_is_not_live_is_409",),
@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         name="salts-dropped",
         harm="With DELTASYNC_CACHE=keep, requests reuse KV of older weights, and answer as no version would.",
-        path="src/deltasync/vllm/caches.py",
+        path="src/deltasync/vllm/core.py",
         old="            request.cache_salt = _salted(self._salt, request.cache_salt)\n",
         new="",
         killers=("tests/unit/test_vllm_caches.py::test_requests_have_our_salt_and_their_own",),
@@ -90,9 +90,10 @@ MUTANTS = (
     Mutant(
         name="salt-kept-over-a-switch",
         harm="Requests after a switch find KV of the weights before it.",
-        path="src/deltasync/vllm/caches.py",
-        old="        self._salt = _new_salt()\n        await self._core.call_utility_async(_RENEW, self._salt)\n",
-        new="        await self._core.call_utility_async(_RENEW, self._salt)\n",
+        path="src/deltasync/vllm/core.py",
+        old="        self._salt = secrets.token_hex(8)\n"
+        "        await self._core.call_utility_async(RENEW, self._salt)\n",
+        new="        await self._core.call_utility_async(RENEW, self._salt)\n",
         killers=("tests/unit/test_vllm_caches.py::test_every_switch_draws_a_salt_that_was_never_used",),
     ),
     Mutant(
@@ -106,7 +107,7 @@ MUTANTS = (
     Mutant(
         name="copy-off-by-one",
         harm="Changes of a fused or sharded tensor go to the element beside the one that they belong to.",
-        path="src/deltasync/engines/placement.py",
+        path="src/deltasync/engines/memory.py",
         old="            places += at * here\n",
         new="            places += (at + 1) * here\n",
         killers=("tests/unit/test_engines_placement.py::test_the_arithmetic_agrees_with_a_copy",),
@@ -197,7 +198,7 @@ MUTANTS = (
     Mutant(
         name="older-stage-wins",
         harm="A worker that takes several versions at once keeps an older value of an element.",
-        path="src/deltasync/engines/stage.py",
+        path="src/deltasync/engines/memory.py",
         old="        is_last = np.append(places[1:] != places[:-1], True)\n",
         new="        is_last = np.append(True, places[1:] != places[:-1])\n",
         killers=("tests/unit/test_vllm_worker.py::test_later_changes_win",),
@@ -206,8 +207,8 @@ MUTANTS = (
         name="control-without-a-token",
         harm="Any client of a server without a token can pin, pause or advance it.",
         path="src/deltasync/vllm/routes.py",
-        old="        return self._token is not None and hmac.compare_digest(",
-        new="        return self._token is None or hmac.compare_digest(",
+        old="            is_allowed = token is not None and hmac.compare_digest(",
+        new="            is_allowed = token is None or hmac.compare_digest(",
         killers=("tests/unit/test_vllm_routes.py::test_a_server_without_a_token_refuses_every_request",),
     ),
     Mutant(

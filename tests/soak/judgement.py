@@ -18,7 +18,7 @@ from deltasync.format.digest import StateDigest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Weights
-from deltasync.replica.folder import _recorded
+from deltasync.replica.folder import recorded_version
 from deltasync.state import load
 from deltasync.store import open_store
 from deltasync.store.protocol import Store
@@ -155,8 +155,8 @@ def _replica_problems(system: System, manifests: Sequence[Manifest], expected: M
     for name, version, found in served:
         if found != hash_of(version):
             yield f"{name} has served version {version} with other bits than its step"
-    if _recorded(system.link.resolve()) != head.version:
-        yield f"the folder has version {_recorded(system.link.resolve())}, not {head.version}"
+    if recorded_version(system.link.resolve()) != head.version:
+        yield f"the folder has version {recorded_version(system.link.resolve())}, not {head.version}"
     mirrors = [system.mirror, system.folder / "torch.mirror"]
     mirrors += [system.folder / "vllm.mirror"] if system.vllm is not None else []
     for path in (system.link, *mirrors):

@@ -25,7 +25,7 @@ from support.vllm import PROMPTS, PYTHON, TOKEN, VllmServer, save, start_vllm, t
 
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import DeltasyncError
-from deltasync.replica.folder import _recorded
+from deltasync.replica.folder import recorded_version
 
 from .processes import Life, Role, popen
 from .schedule import JUMPING, Step
@@ -333,7 +333,7 @@ class System:
         """Read the live folder as an engine does: by its link, once."""
         folder = self.link.resolve()
         try:
-            version, weights = _recorded(folder), open_checkpoint(folder).weights
+            version, weights = recorded_version(folder), open_checkpoint(folder).weights
         except DeltasyncError as error:
             if self.link.is_symlink() and folder.exists() and folder == self.link.resolve():
                 self.problems.append(f"the live folder cannot be read: {error}")

@@ -15,8 +15,7 @@ from deltasync.format.layout import Layout
 from deltasync.format.safetensors import header_bytes
 from deltasync.format.weights import Changes, Weights
 from deltasync.torch.tensors import element_type, host_bits, layout_of
-from deltasync.vllm.twins import Window
-from deltasync.vllm.worker import RuntimeWeights
+from deltasync.vllm.worker import RuntimeWeights, Window
 
 Tensors = dict[str, torch.Tensor]
 Loader = Callable[[torch.Tensor, torch.Tensor], None]

@@ -18,7 +18,7 @@ PAGES = sorted(
     for pattern in ("*.md", "docs/**/*.md", "deploy/*.md", "examples/*.md", "examples/*/*.md")
     for path in ROOT.glob(pattern)
 )
-NEEDS_ENGINE = (*(f"deltasync.vllm.{name}" for name in ("loader", "plugin", "trainer", "worker")), "deltasync.nemo_rl")
+NEEDS_ENGINE = (*(f"deltasync.vllm.{name}" for name in ("engine", "plugin", "trainer", "worker")), "deltasync.nemo_rl")
 """Modules that need a framework that is not here: it is enough that their text defines the name."""
 
 

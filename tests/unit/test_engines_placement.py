@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.engines.placement import Placement, is_covered
+from deltasync.engines.memory import Placement, is_covered
 
 
 def copy_between(source: torch.Tensor, target: torch.Tensor, storage: int = 0) -> Placement:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltasync.engines.stage import SEGMENT_ELEMENTS, Segment, read_stage, segments, write_stage
+from deltasync.engines.memory import SEGMENT_ELEMENTS, Segment, read_stage, segments, write_stage
 from deltasync.errors import CorruptError
 from deltasync.format.layout import DTYPES, TensorSpec
 from deltasync.format.safetensors import header_bytes

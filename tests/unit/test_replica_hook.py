@@ -12,10 +12,9 @@ from support import LONG_S
 from support.feeds import Feed
 
 from deltasync.errors import InvalidInputError
-from deltasync.replica import hook as module
-from deltasync.replica.folder import FolderTarget
+from deltasync.replica import folder as module
+from deltasync.replica.folder import FolderTarget, Hook, HookStatus
 from deltasync.replica.follower import Follower
-from deltasync.replica.hook import Hook, HookStatus
 
 NOTE = "import json, sys; open(sys.argv[1], 'a').write(json.dumps(sys.argv[2:]) + chr(10))"
 """Writes its arguments to the file that the first one names."""

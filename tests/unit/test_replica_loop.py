@@ -36,7 +36,7 @@ from deltasync.format.sealed import Heartbeat
 from deltasync.format.weights import Weights
 from deltasync.replica import loop
 from deltasync.replica.events import Advance
-from deltasync.replica.live import Goals, Live
+from deltasync.replica.live import Heartbeats, Live
 from deltasync.replica.target import Staged
 from deltasync.store import local
 from deltasync.store.local import LocalStore
@@ -721,7 +721,7 @@ def test_what_other_threads_change_is_read_once(monkeypatch: pytest.MonkeyPatch)
     feed = long_feed(2)
     with follower(feed.store, target_for(feed)) as replica:
         replica.advance()
-        monkeypatch.setattr(Goals, "pinned", alternating(feed.log.read(0), None), raising=False)
+        monkeypatch.setattr(Live, "pinned", alternating(feed.log.read(0), None), raising=False)
         monkeypatch.setattr(Live, "error", alternating(StoreError("down", transient=True), None), raising=False)
         monkeypatch.setattr(Live, "read_back", alternating((1, 100), (2, 200)), raising=False)
         for _ in range(2):
@@ -729,7 +729,7 @@ def test_what_other_threads_change_is_read_once(monkeypatch: pytest.MonkeyPatch)
             assert status.pinned in (0, None)
             assert status.error in ("StoreError: down", None)
             assert (status.proved_version, status.proved_unix_s) in ((1, 100), (2, 200))
-            assert replica._goals.poll().version in (0, 1)
+            assert replica._live.poll().version in (0, 1)
             facts = replica._live.facts(1)
             assert (facts["proved_version"], facts["proved_unix_s"]) in (("1", "100"), ("2", "200"))
             # Of another version than the one that is live by now: what is said beside a version is about that one.
@@ -743,7 +743,7 @@ def test_a_folder_feed_that_vanishes_is_an_error(tmp_path: Path, what: str, capl
     feed = long_feed(2, LocalStore(path))
     target = target_for(feed)
     with follower(LocalStore(path), target, beat_s=0.0) as replica:
-        replica._goals._head._check_s = 0.0
+        replica._live.head._check_s = 0.0
         with following(replica):
             wait_until(lambda: replica.status().version == 1)
             path.rename(away)
@@ -776,7 +776,7 @@ def test_a_store_that_refuses_is_reported_once(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_heartbeat_that_was_never_written_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
-    beats = loop.Heartbeats(Log(refusing_store()), "r", beat_s=30.0)
+    beats = Heartbeats(Log(refusing_store()), "r", beat_s=30.0)
     beats.beat(1, {})
     beats.leave()
     (record,) = caplog.records

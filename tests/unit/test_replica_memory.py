@@ -12,13 +12,13 @@ from support import processes
 
 from deltasync.errors import InvalidInputError
 from deltasync.files import locked
-from deltasync.replica import memory
-from deltasync.replica.memory import memory_folder
+from deltasync.replica import mirror
+from deltasync.replica.mirror import memory_folder
 
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from deltasync.replica.memory import memory_folder
+from deltasync.replica.mirror import memory_folder
 with memory_folder(Path(sys.argv[1])) as folder:
     (folder / "mirror.safetensors").write_bytes(b"large")
     print(folder, flush=True)
@@ -154,7 +154,7 @@ def test_a_lock_of_a_neighbour_does_not_hold_up_a_start(tmp_path: Path) -> None:
 
 
 def test_the_wait_for_others_of_the_same_user_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_WAIT_S", 0.2)
+    monkeypatch.setattr(mirror, "_START_S", 0.2)
     with memory_folder(tmp_path) as folder:
         pass
     is_refused = pytest.raises(InvalidInputError, match="another process")

@@ -22,9 +22,8 @@ from deltasync.errors import InvalidInputError
 from deltasync.format import keys
 from deltasync.listener import parse_address
 from deltasync.observe import exposition, listening, registered
-from deltasync.replica.events import Counts, Seconds, Status
-from deltasync.replica.hook import HookStatus
-from deltasync.replica.metrics import follower_metrics, no_version
+from deltasync.replica.events import Counts, Seconds, Status, follower_metrics, no_version
+from deltasync.replica.folder import HookStatus
 from deltasync.testing.faulty import Fault, FaultyStore
 
 Samples = dict[tuple[str, str], float]

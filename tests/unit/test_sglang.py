@@ -18,8 +18,7 @@ from deltasync.errors import EngineError, InvalidInputError
 from deltasync.feed.log import Log
 from deltasync.listener import Request, Response, listening
 from deltasync.sglang import SglangTarget
-from deltasync.sglang.server import IN_PLACE_ROUTES, ROUTES, TOKEN, SglangServer
-from deltasync.sglang.target import UNKNOWN
+from deltasync.sglang.target import IN_PLACE_ROUTES, ROUTES, TOKEN, UNKNOWN, SglangServer
 from deltasync.store import open_store
 
 ROUND = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]

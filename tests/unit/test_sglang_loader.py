@@ -16,7 +16,7 @@ from deltasync.cli import main as cli
 from deltasync.errors import EngineError, InvalidInputError, MismatchError
 from deltasync.format.layout import Layout
 from deltasync.sglang import SglangTarget, loader
-from deltasync.sglang.exchange import LOADER, TENSOR_NAME, Answer, Request
+from deltasync.sglang.in_place import LOADER, TENSOR_NAME, Answer, Request
 from deltasync.torch import Publisher
 from deltasync.trainer.publisher import PublisherOptions
 

@@ -15,7 +15,7 @@ from deltasync.replica.follower import Follower
 from deltasync.store import open_store
 from deltasync.torch.publisher import Publisher
 from deltasync.trainer.publisher import PublisherOptions
-from deltasync.vllm.adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterTarget
+from deltasync.vllm.target import CONFIG_NAME, WEIGHTS_NAME, AdapterTarget
 
 CONFIG = json.dumps({"r": 4}).encode()
 

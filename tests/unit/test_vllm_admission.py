@@ -13,9 +13,9 @@ from starlette.testclient import TestClient
 from support import join
 
 from deltasync.errors import InvalidInputError
-from deltasync.vllm import admission
-from deltasync.vllm.admission import VersionMiddleware, Wanted
-from deltasync.vllm.labels import LabelMiddleware, Labels
+from deltasync.vllm import routes
+from deltasync.vllm.labels import Labels, label_middleware
+from deltasync.vllm.routes import Wanted, version_middleware
 
 LONG_S = "50"
 
@@ -28,8 +28,8 @@ class Server:
         self.labels.current = label
         self.is_closing = False
         app = FastAPI(root_path=root)
-        app.add_middleware(VersionMiddleware, labels=self.labels, is_closing=lambda: self.is_closing)
-        app.add_middleware(LabelMiddleware, labels=self.labels)
+        app.add_middleware(version_middleware, labels=self.labels, is_closing=lambda: self.is_closing)
+        app.add_middleware(label_middleware, labels=self.labels)
 
         @app.post("/v1/completions")
         @app.post("/inference/v1/generate")
@@ -144,7 +144,7 @@ def test_a_header_that_is_given_twice_is_400() -> None:
 
 
 def test_long_waits_are_cut() -> None:
-    assert Wanted.from_headers([(b"x-deltasync-wait-s", b"1e9")]).wait_s == admission.WAIT_MOST_S
+    assert Wanted.from_headers([(b"x-deltasync-wait-s", b"1e9")]).wait_s == routes.WAIT_MOST_S
     with pytest.raises(InvalidInputError):
         Wanted.from_headers([(b"x-deltasync-wait-s", b"1e999")])
 
@@ -175,7 +175,7 @@ def test_during_a_switch_the_version_after_it_counts(wanted: dict[str, str], sta
 
 
 def test_a_switch_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_SWITCH_S", 0.05)
+    monkeypatch.setattr(routes, "_SWITCH_S", 0.05)
     server = Server()
     server.labels.is_switching = True
     answer = server.post(version="3")
@@ -184,7 +184,7 @@ def test_a_switch_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_shuts_down_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_CLOSING_S", 0.05)
+    monkeypatch.setattr(routes, "_CLOSING_S", 0.05)
     server = Server()
     threading.Timer(0.2, lambda: setattr(server, "is_closing", True)).start()
     begun = time.monotonic()

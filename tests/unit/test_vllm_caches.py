@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from deltasync.vllm import caches
-from deltasync.vllm.caches import CacheSalts, renew_salt
+from deltasync.vllm.core import RENEW, CacheSalts, renew_salt
 
 
 @dataclass(eq=False)
@@ -60,7 +59,7 @@ class Core:
         getattr(self, method)(*args)
 
 
-caches.install(Core)
+setattr(Core, RENEW, renew_salt)
 
 
 def test_requests_have_our_salt_and_their_own() -> None:

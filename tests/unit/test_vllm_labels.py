@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 
-from deltasync.vllm.labels import LabelMiddleware, Labels, note_versions
+from deltasync.vllm.labels import Labels, label_middleware, note_versions
 
 
 @dataclass
@@ -81,7 +81,7 @@ def served(script: Script, *, root: str = "") -> tuple[TestClient, Client]:
     labels.current = "3"
     client, app = Client(script, labels), FastAPI(root_path=root)
     note_versions(client, labels)
-    app.add_middleware(LabelMiddleware, labels=labels)
+    app.add_middleware(label_middleware, labels=labels)
 
     @app.post("/v1/completions")
     async def complete() -> dict[str, int]:
@@ -286,7 +286,7 @@ def test_answers_at_the_same_time_have_each_their_own() -> None:
     labels = Labels()
     client, app = Client(script, labels), FastAPI()
     note_versions(client, labels)
-    app.add_middleware(LabelMiddleware, labels=labels)
+    app.add_middleware(label_middleware, labels=labels)
 
     @app.post("/v1/{request}")
     async def complete(request: str) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from deltasync.errors import InvalidInputError
+from deltasync.vllm.core import CALL, install, own_client
 from deltasync.vllm.labels import Labels
-from deltasync.vllm.ownership import CALL, install, own_client
 
 WRITES = ("load_model", "reload_weights", "reset_weights", "sleep")
 PROTOCOL = ("init_weight_transfer_engine", "start_weight_update", "update_weights")

@@ -19,8 +19,8 @@ from deltasync.errors import (
     NotFoundError,
     StoreError,
 )
-from deltasync.vllm.replica import Replica, Replicas
-from deltasync.vllm.routes import TokenMiddleware, add_routes
+from deltasync.vllm.replica import Replica
+from deltasync.vllm.routes import add_routes, token_middleware
 
 TOKEN = "s3cret-täken"
 ALLOWED = {"authorization": b"Bearer " + TOKEN.encode()}
@@ -45,10 +45,10 @@ class Server:
         replica = Replica(self.follower, self.target, way="push")
         self.adapter = TorchTarget(self.feed.states[0].layout)
         adapter = Replica(follower(self.feed.store, self.adapter), self.adapter, way="push", has_metrics=False)
-        replicas = Replicas(replica if has_weights else None, {"math": adapter} if has_adapter else {})
+        replicas = {**({None: replica} if has_weights else {}), **({"math": adapter} if has_adapter else {})}
         app = FastAPI(root_path=root)
         add_routes(app, lambda: replicas if is_up else None)
-        app.add_middleware(TokenMiddleware, token=token)
+        app.add_middleware(token_middleware, token=token)
 
         @app.get("/v1/models")
         @app.get("/deltasyncs")

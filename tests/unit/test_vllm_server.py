@@ -19,7 +19,7 @@ from deltasync import parallel
 from deltasync.errors import DeltasyncError, EngineError, InvalidInputError, MismatchError
 from deltasync.testing.faulty import Fault, FaultyStore
 from deltasync.vllm import server
-from deltasync.vllm.caches import CacheSalts
+from deltasync.vllm.core import CacheSalts
 from deltasync.vllm.labels import Labels
 from deltasync.vllm.replica import Replica
 from deltasync.vllm.server import ServerEngine

@@ -419,7 +419,7 @@ def test_a_stage_before_the_layout_was_shown(tmp_path: Path) -> None:
 def test_the_mirror_waits_while_the_workers_compute_from_it(replica: Replica) -> None:
     """What is computed would be of a later version than the rest."""
     replica.advance(0)
-    replica.follower._delivery.to(replica.follower._goals.read(1), reads_ahead=True)
+    replica.follower._delivery.to(replica.follower._live.read(1), reads_ahead=True)
     assert replica.is_live(1)
     replica.advance()
     assert replica.is_live(3)

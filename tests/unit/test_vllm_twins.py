@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
-from deltasync.vllm import twins
-from deltasync.vllm.twins import Twins, Window
+from deltasync.vllm import worker
+from deltasync.vllm.worker import Twins, Window
 
 LAYERS = 28
 
@@ -15,7 +15,7 @@ LAYERS = 28
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> Twins:
     """Twins of a model with 28 layers, each of which can be built without the others. A window is 1,000 bytes."""
-    monkeypatch.setattr(twins, "_WINDOW_BYTES", 1000)
+    monkeypatch.setattr(worker, "_WINDOW_BYTES", 1000)
     monkeypatch.setattr(Twins, "_has", lambda self, window, layers: True)
     model = SimpleNamespace(get_total_num_hidden_layers=lambda: LAYERS)
     parallel = SimpleNamespace(enable_eplb=False)

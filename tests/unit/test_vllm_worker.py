@@ -10,12 +10,12 @@ import torch
 from served_model import Tensors, Workers, changed, changes_between, save, tensors, weights_of
 
 from deltasync.engines import memory
+from deltasync.engines.memory import Segment, write_stage
 from deltasync.engines.probes import NamedTensors
-from deltasync.engines.stage import Segment, write_stage
 from deltasync.errors import CorruptError, EngineError, InvalidInputError, MismatchError
 from deltasync.vllm import worker
 from deltasync.vllm.target import EngineMap, Rank
-from deltasync.vllm.twins import Window
+from deltasync.vllm.worker import Window
 
 SIZES = [1, 2]
 

@@ -6,7 +6,7 @@ import pytest
 from zoo.models import MODELS
 from zoo.page import rows
 
-from deltasync.vllm.architectures import TESTED, warn_if_not_in_zoo
+from deltasync.vllm.releases import TESTED, warn_if_not_in_zoo
 
 PAGE = Path(__file__).parents[2] / "docs/vllm.md"
 

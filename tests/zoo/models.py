@@ -1,7 +1,7 @@
 """The models of the zoo: random ones with few parameters, of many architectures that vLLM serves on a CPU.
 
 To add one, add a line to `MODELS`, run `make zoo` or the program with its name, and add its architecture to
-`deltasync.vllm.architectures`.
+`deltasync.vllm.releases`.
 """
 
 from collections.abc import Mapping

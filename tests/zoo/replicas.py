@@ -15,7 +15,6 @@ import torch
 from vllm import LLM, SamplingParams
 
 from deltasync.engines.memory import Memory
-from deltasync.vllm import twins
 from deltasync.vllm.bootstrap import BareModel
 
 from .checkpoints import VERSIONS
@@ -216,7 +215,7 @@ def _explained(worker: Any) -> dict[str, Any]:
     runtime = worker.weight_transfer_engine.runtime
     layout = runtime._layout
     whole = runtime.describe(layout.to_json())
-    twins._WINDOW_BYTES = 1
+    worker._WINDOW_BYTES = 1
     parts = runtime.describe(layout.to_json())
     if "refused" in parts:
         raise AssertionError(f"in windows of one layer, the model is refused: {parts['refused'][0]}")

@@ -1,23 +1,284 @@
-"""In the worker processes: all memory that a model can reach, as spans that are named and compared by path.
+"""The memory of a worker: where the elements of a checkpoint lie in it, and how changes get there.
 
-Parameters, buffers and tensors in plain attributes count alike: engines keep derived weights in all three. Through the
-map, spans are compared with a checkpoint, bit by bit.
+A placement says where elements of one tensor are, as a strided box: a few numbers, and divisions alone give the place
+of an element, for any kind of fusing, sharding, transposing and packing.
+
+A stage carries changes in these coordinates from the API server to a worker on the same host: a safetensors file in
+shared memory, which the worker maps, and whose values it writes as they are.
+
+A span is memory that a model can reach, named by path. Parameters, buffers and tensors in plain attributes count alike:
+engines keep derived weights in all three. Through placements, spans are compared with a checkpoint, bit by bit.
 """
 
 import functools
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeGuard
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from deltasync.engines.placement import Placement
-from deltasync.format.layout import TensorSpec
+from deltasync.checkpoint import open_checkpoint
+from deltasync.errors import CorruptError
+from deltasync.files import temporary_beside
+from deltasync.format import limits
+from deltasync.format.layout import DTYPES, TensorSpec
+from deltasync.format.safetensors import header_bytes
 from deltasync.format.weights import Bits
 from deltasync.torch.tensors import as_bits, bits_type, torch_dtype
+
+Indices = NDArray[np.int64]
+"""Flat indices of elements, in a tensor of the checkpoint or in a span of the worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Elements of one checkpoint tensor, and where they are in a span of a worker.
+
+    `source` and `target` are the indices of the first element; strides count elements. Dimensions are in descending
+    order of the source's strides, and as few as possible.
+    """
+
+    storage: int
+    shape: tuple[int, ...]
+    source: int
+    source_strides: tuple[int, ...]
+    target: int
+    target_strides: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        storage: int,
+        shape: Iterable[int],
+        *,
+        source: int,
+        source_strides: Iterable[int],
+        target: int,
+        target_strides: Iterable[int],
+    ) -> "Placement":
+        """A placement in its shortest form: without dimensions of one element, and with adjacent dimensions joined."""
+        dims = [d for d in zip(shape, source_strides, target_strides, strict=True) if d[0] != 1]
+        joined: list[tuple[int, int, int]] = []
+        for size, there, here in sorted(dims, key=lambda dim: -dim[1]):
+            if joined and joined[-1][1] == size * there and joined[-1][2] == size * here:
+                joined[-1] = joined[-1][0] * size, there, here
+            else:
+                joined.append((size, there, here))
+        if not joined:
+            joined = [(1, 1, 1)]
+        sizes, theirs, ours = zip(*joined, strict=True)
+        return cls(storage, sizes, source, theirs, target, ours)
+
+    @classmethod
+    def from_json(cls, fields: list[object]) -> "Placement":
+        """The placement that `to_json` describes."""
+        storage, shape, source, source_strides, target, target_strides = fields
+        return cls(storage, tuple(shape), source, tuple(source_strides), target, tuple(target_strides))  # type: ignore[arg-type]
+
+    def to_json(self) -> list[object]:
+        """The placement as JSON, for another process."""
+        return [self.storage, self.shape, self.source, self.source_strides, self.target, self.target_strides]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def part(self) -> tuple[object, ...]:
+        """Identifies the elements of the tensor; equal for workers that hold the same elements."""
+        return self.shape, self.source, self.source_strides
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether divisions find each element: every stride of the source is beyond what the later ones reach."""
+        reach = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.source_strides), strict=True):
+            if stride < reach:
+                return False
+            reach += (size - 1) * stride
+        return True
+
+    def locate(self, indices: Indices) -> tuple[slice | NDArray[np.bool_], Indices]:
+        """Which of the ascending `indices` are copied (for `indices[…]`), and their places in the storage."""
+        last = self.source + sum((n - 1) * s for n, s in zip(self.shape, self.source_strides, strict=True))
+        first, end = np.searchsorted(indices, (self.source, last + 1)).tolist()
+        rest = indices[first:end] - self.source
+        if len(self.shape) == 1 and self.source_strides[0] == 1:
+            return slice(first, end), rest * self.target_strides[0] + self.target
+        places = np.full_like(rest, self.target)
+        is_copied = np.ones(len(rest), np.bool_)
+        for size, there, here in zip(self.shape, self.source_strides, self.target_strides, strict=True):
+            at, rest = np.divmod(rest, there)
+            is_copied &= at < size
+            places += at * here
+        is_copied &= rest == 0
+        whole = np.zeros(len(indices), np.bool_)
+        whole[first:end] = is_copied
+        return whole, places[is_copied]
+
+
+def is_covered(elements: int, ranks: Iterable[Iterable[Placement]]) -> bool:
+    """Whether the placements of all ranks together have every element of a tensor."""
+    parts = {placement.part: placement for placements in ranks for placement in placements}
+    if elements in (0, *(placement.elements for placement in parts.values())):
+        return True
+    if sum(placement.elements for placement in parts.values()) < elements:
+        return False
+    is_copied = np.zeros(elements, np.bool_)
+    for part in parts.values():
+        np.lib.stride_tricks.as_strided(is_copied[part.source :], part.shape, part.source_strides)[...] = True
+    return bool(is_copied.all())
+
+
+def fit(storage: int, places: Indices, sources: Indices, *, at_most: int) -> list[Placement] | None:
+    """Placements that say where each of the `sources` is, for ascending `places`; None if it takes more than `at_most`.
+
+    The innermost run of equal steps is a dimension if the whole sequence consists of such runs; then the beginnings of
+    the runs are a shorter sequence of the same kind. Where that ends, the sequence is cut.
+    """
+    placements: list[Placement] = []
+    while len(places):
+        dims: list[tuple[int, int, int]] = []
+        here, there = places, sources
+        while len(here) > 1:
+            step, jump = int(here[1] - here[0]), int(there[1] - there[0])
+            is_same = (np.diff(here) == step) & (np.diff(there) == jump)
+            size = len(here) if is_same.all() else int(np.argmin(is_same)) + 1
+            whole = len(here) // size
+            if whole > 1:
+                is_run = np.append(is_same[: whole * size - 1], True).reshape(whole, size)[:, :-1].all(axis=1)
+                whole = whole if is_run.all() else int(np.argmin(is_run))
+            dims.append((size, jump, step))
+            here, there = here[: whole * size : size], there[: whole * size : size]
+        placement = _box(storage, dims, source=int(sources[0]), target=int(places[0]))
+        while not placement.is_nested:
+            # Divisions do not find such elements, for example those in descending order: each box is a placement.
+            dims.pop()
+            placement = _box(storage, dims, source=int(sources[0]), target=int(places[0]))
+        if len(placements) == at_most:
+            return None
+        placements.append(placement)
+        places, sources = places[placement.elements :], sources[placement.elements :]
+    return placements
+
+
+def _box(storage: int, dims: Sequence[tuple[int, int, int]], *, source: int, target: int) -> Placement:
+    sizes, jumps, steps = zip(*dims, strict=True) if dims else ((), (), ())
+    return Placement.of(storage, sizes, source=source, source_strides=jumps, target=target, target_strides=steps)
+
+
+def joined(placements: Iterable[Placement]) -> list[Placement]:
+    """The same placements, with those that repeat at equal distances as one with a further dimension."""
+    result: list[Placement] = []
+    for (storage, shape, theirs, ours), group in groupby(
+        placements, key=lambda p: (p.storage, p.shape, p.source_strides, p.target_strides)
+    ):
+        alike = list(group)
+        places, sources = np.array([[placement.target, placement.source] for placement in alike], np.int64).T
+        starts = fit(storage, places, sources, at_most=len(alike)) if (np.diff(places) > 0).all() else None
+        boxes = [
+            Placement.of(
+                storage,
+                (*start.shape, *shape),
+                source=start.source,
+                source_strides=(*start.source_strides, *theirs),
+                target=start.target,
+                target_strides=(*start.target_strides, *ours),
+            )
+            for start in starts or ()
+        ]
+        result += boxes if boxes and all(box.is_nested for box in boxes) else alike
+    return result
+
+
+# Stages
+
+_BITS = {1: DTYPES["U8"], 2: DTYPES["U16"], 4: DTYPES["U32"], 8: DTYPES["U64"]}
+_POSITIONS = DTYPES["U32"]
+_NAME = re.compile(r"(\d{1,18})\.(\d{1,18})\.positions")
+_HINT = "stage the version again"
+SEGMENT_ELEMENTS = limits.BLOCK_ELEMENTS_MAX
+"""Elements of a storage that one segment can address: as many as a kernel overwrites in one call."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """New bits for elements of one storage, at `first` plus each of the ascending `positions`."""
+
+    storage: int
+    first: int
+    positions: NDArray[np.uint32]
+    values: Bits
+
+
+def segments(storage: int, writes: Sequence[tuple[Indices, Bits]]) -> Iterator[Segment]:
+    """The writes to one storage as segments, with every place once. Where writes overlap, the last one wins."""
+    places = np.concatenate([indices for indices, _ in writes])
+    values = np.concatenate([bits for _, bits in writes])
+    if (np.diff(places) <= 0).any():
+        order = np.argsort(places, kind="stable")
+        places, values = places[order], values[order]
+        is_last = np.append(places[1:] != places[:-1], True)
+        places, values = places[is_last], values[is_last]
+    for first in range(0, int(places[-1]) + 1 if len(places) else 0, SEGMENT_ELEMENTS):
+        lo, hi = np.searchsorted(places, (first, first + SEGMENT_ELEMENTS)).tolist()
+        if lo < hi:
+            yield Segment(storage, first, (places[lo:hi] - first).astype(np.uint32), values[lo:hi])
+
+
+def write_stage(path: Path, staged: Iterable[Segment]) -> int:
+    """Write segments to a file and return its size in bytes."""
+    tensors: list[tuple[TensorSpec, NDArray[np.unsignedinteger]]] = []
+    for segment in staged:
+        name = f"{segment.storage}.{segment.first}"
+        tensors.append((TensorSpec(f"{name}.positions", _POSITIONS, segment.positions.shape), segment.positions))
+        width = _BITS[segment.values.dtype.itemsize]
+        tensors.append((TensorSpec(f"{name}.values", width, segment.values.shape), segment.values))
+    # The widest tensors come first, so that all are aligned and can be mapped.
+    tensors.sort(key=lambda pair: -pair[0].dtype.width)
+    header = header_bytes([spec for spec, _ in tensors], {})
+    size = len(header)
+    with temporary_beside(path) as temporary:
+        with temporary.open("xb") as file:
+            file.write(header)
+            for _, array in tensors:
+                size += file.write(np.ascontiguousarray(array).data.cast("B"))
+        temporary.replace(path)
+    return size
+
+
+def read_stage(path: Path) -> list[Segment]:
+    """The segments of a file, mapped; CorruptError unless it is as `write_stage` writes it."""
+    weights = open_checkpoint(path).weights
+    arrays = {spec.name: bits for spec, bits in zip(weights.layout.tensors, weights.arrays, strict=True)}
+    result = []
+    for name, positions in arrays.items():
+        match = _NAME.fullmatch(name)
+        if match is not None:
+            values = arrays.get(f"{match[1]}.{match[2]}.values")
+            if values is None or not _is_ascending(positions) or len(values) != len(positions):
+                raise CorruptError(
+                    f"{path}: {name!r:.80} must be ascending, with as many values", rule="stage.pair", hint=_HINT
+                )
+            result.append(Segment(int(match[1]), int(match[2]), positions, values))
+    if len(arrays) != 2 * len(result):
+        raise CorruptError(f"{path} has tensors that are neither positions nor values", rule="stage.name", hint=_HINT)
+    return result
+
+
+def _is_ascending(positions: Bits) -> TypeGuard[NDArray[np.uint32]]:
+    return positions.dtype == np.uint32 and len(positions) > 0 and not (positions[1:] <= positions[:-1]).any()
+
+
+# Spans
 
 _DEPTH = 6
 """How many objects deep attributes are followed, beginning at a module."""
@@ -33,13 +294,8 @@ _COMPARE_ELEMENTS = 1 << 24
 """Elements that are compared in one call, which bounds the temporary memory on an accelerator."""
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """A tensor in a span: the index of its first element there, its shape and its strides."""
-
-    first: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+View = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A tensor in a span: the index of its first element there, its shape and its strides."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +318,8 @@ class Span:
     @property
     def row_elements(self) -> int:
         """The elements of one row of its largest tensor."""
-        view = max(self.views.values(), key=lambda view: _elements(view.shape))
-        return max(1, _elements(view.shape[1:]))
+        shape = max((shape for _, shape, _ in self.views.values()), key=math.prod)
+        return max(1, math.prod(shape[1:]))
 
 
 class Memory:
@@ -88,15 +344,14 @@ class Memory:
 
     def sums(self) -> list[tuple[int, int]]:
         """The address of each span and the sum of its bits: equal as long as nothing replaces or writes it."""
-        return [(span.flat.data_ptr(), _sum(span.flat)) for span in self.spans]
-
-
-def _sum(flat: torch.Tensor) -> int:
-    """The sum of all bytes, in words of 8 where they are aligned: those are read at the speed of memory."""
-    data = flat.view(torch.uint8)
-    words = len(data) // 8 * 8 if data.storage_offset() % 8 == 0 else 0
-    total = int(data[:words].view(torch.int64).sum()) if words else 0
-    return total + int(data[words:].sum(dtype=torch.int64))
+        sums = []
+        for span in self.spans:
+            data = span.flat.view(torch.uint8)
+            # In words of 8 bytes where they are aligned: those are read at the speed of memory.
+            words = len(data) // 8 * 8 if data.storage_offset() % 8 == 0 else 0
+            total = int(data[:words].view(torch.int64).sum()) if words else 0
+            sums.append((span.flat.data_ptr(), total + int(data[words:].sum(dtype=torch.int64))))
+        return sums
 
 
 def _span(tensors: Mapping[str, torch.Tensor], *, is_parameter: bool) -> Span:
@@ -105,9 +360,7 @@ def _span(tensors: Mapping[str, torch.Tensor], *, is_parameter: bool) -> Span:
         int(t.storage_offset()) + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
         for t in tensors.values()
     )
-    views = {
-        path: View(int(t.storage_offset()) - first, tuple(t.shape), tuple(t.stride())) for path, t in tensors.items()
-    }
+    views = {path: (int(t.storage_offset()) - first, tuple(t.shape), tuple(t.stride())) for path, t in tensors.items()}
     some = next(iter(tensors.values()))
     return Span(some.as_strided((end - first,), (1,), first), views, is_parameter)
 
@@ -159,13 +412,6 @@ def _is_set(cell: Any) -> bool:
         return bool(cell.cell_contents is not None)
     except ValueError:
         return False
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 # Live memory beside a checkpoint

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltasync.engines.memory import Memory, Span
-from deltasync.engines.placement import Indices, Placement, fit, joined
+from deltasync.engines.memory import Indices, Memory, Placement, Span, fit, joined
 from deltasync.errors import MismatchError
 from deltasync.format.layout import DType, TensorSpec
 from deltasync.format.weights import Bits
@@ -358,7 +357,10 @@ def _is_filled(span: Span, first: int, twin: torch.Tensor, is_constant: NDArray[
     If not, a tensor that the feed lacks must have filled them.
     """
     live = span.flat[first : first + len(twin)].cpu()
-    is_unfilled = twin.float().isnan() if twin.is_floating_point() else twin == _largest(twin.dtype)
+    if twin.is_floating_point():
+        is_unfilled = twin.float().isnan()
+    else:
+        is_unfilled = twin == (1 if twin.dtype == torch.bool else torch.iinfo(twin.dtype).max)
     is_other = torch.from_numpy(_unsigned(live) != _unsigned(twin))
     return not bool(((is_unfilled | is_other) & torch.from_numpy(is_constant)).any())
 
@@ -369,10 +371,6 @@ def _is_all_nan(twins: Sequence[torch.Tensor], first: int, count: int) -> bool:
     return twins[0].is_floating_point() and bool(
         functools.reduce(torch.logical_and, (part.float().isnan() for part in parts)).any()
     )
-
-
-def _largest(dtype: torch.dtype) -> int:
-    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _unsigned(tensor: torch.Tensor) -> Bits:

@@ -4,8 +4,10 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from deltasync.errors import FormatError
-from deltasync.format.layout import Layout, tensor_seed
+from deltasync.format.layout import Layout
 
 _LANE_MASK = (1 << 64) - 1
 _HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -52,5 +54,6 @@ StateDigest.ZERO = StateDigest(0, 0)
 
 def layout_digest(layout: Layout) -> StateDigest:
     """The digest of a state whose bits are all zero: it binds names, types and shapes, even of empty tensors."""
-    seeds = [tensor_seed(t) for t in layout.tensors]
-    return StateDigest.of((sum(s[0] for s in seeds), sum(s[1] for s in seeds)))
+    # Sums of 64-bit numbers wrap around, as lanes do.
+    lane0, lane1 = layout.seeds.sum(axis=0, dtype=np.uint64).tolist()
+    return StateDigest(lane0, lane1)

@@ -2,7 +2,7 @@
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,16 +51,21 @@ def unpack_runs(value: Any, layout: Layout, *, elements_max: int, runs_max: int)
     """
     if not isinstance(value, list) or not value:
         raise CorruptError("runs of a block must be a list that is not empty", rule="runs.entry")
-    checked = [_checked(item, layout) for item in value]
-    runs = sum(repeat for *_, repeat in checked)
-    elements = sum(count * repeat for _, _, count, _, repeat in checked)
+    checked = []
+    runs = elements = 0
+    dtypes = set()
+    for item in value:
+        tensor, _, count, _, repeat = run = _checked(item, layout)
+        checked.append(run)
+        runs += repeat
+        elements += count * repeat
+        dtypes.add(layout.tensors[tensor].dtype.name)
     if elements > elements_max:
         raise CorruptError(f"a block has {elements} elements; at most {elements_max} are allowed", rule="runs.elements")
     if runs > runs_max:
         raise CorruptError(
             f"a payload has more than {limits.RUNS_MAX} runs, the most that are allowed", rule="runs.pieces"
         )
-    dtypes = {layout.tensors[tensor].dtype.name for tensor, *_ in checked}
     if len(dtypes) != 1:
         raise CorruptError(f"a block must have one element type, not {', '.join(sorted(dtypes))}", rule="runs.dtype")
     table = np.array(checked, np.int64)
@@ -83,14 +88,10 @@ def require_disjoint(all_runs: Sequence[Runs], layout: Layout) -> None:
         raise CorruptError(f"element {start} of tensor {name!r:.200} is in two runs", rule="runs.overlap")
 
 
-def elements_of(runs: Runs) -> int:
-    """The number of elements that the runs cover."""
-    return int(runs[:, 2].sum())
-
-
 def _checked(item: Any, layout: Layout) -> tuple[int, int, int, int, int]:
     """(tensor, start, count, stride, repeat), each inside its bounds."""
-    if not isinstance(item, list) or len(item) not in (3, 5) or not _counts(item):
+    is_run = isinstance(item, list) and len(item) in (3, 5)
+    if not is_run or not all(is_count(value, most=limits.ELEMENTS_MAX) for value in item):
         raise CorruptError(f"a run must be 3 or 5 whole numbers, not {item!r:.120}", rule="runs.entry")
     tensor, start, count, stride, repeat = item if len(item) == 5 else (*item, item[2], 1)
     if tensor >= len(layout.tensors):
@@ -110,10 +111,6 @@ def _checked(item: Any, layout: Layout) -> tuple[int, int, int, int, int]:
             f"a run ends at element {end} of tensor {spec.name!r:.200}, which has {spec.elements}", rule="runs.range"
         )
     return tensor, start, count, stride, repeat
-
-
-def _counts(values: Iterable[Any]) -> bool:
-    return all(is_count(v, most=limits.ELEMENTS_MAX) for v in values)
 
 
 COO = "coo/1"
@@ -136,7 +133,7 @@ class BlockRecord:
 
     @property
     def elements(self) -> int:
-        return elements_of(self.runs)
+        return int(self.runs[:, 2].sum())
 
 
 def encode_index(layout: Layout, records: Sequence[BlockRecord]) -> bytes:
@@ -216,9 +213,10 @@ def _record(i: int, item: Any, layout: Layout, runs_left: int) -> BlockRecord:
         )
     elements_max = limits.ELEMENTS_MAX if codec == COO else limits.BLOCK_ELEMENTS_MAX
     runs = unpack_runs(item["runs"], layout, elements_max=elements_max, runs_max=runs_left)
-    if not is_count(changed, most=elements_of(runs)):
+    elements = int(runs[:, 2].sum())
+    if not is_count(changed, most=elements):
         raise CorruptError(
-            f"changed of {what} must be from 0 to its {elements_of(runs)} elements, not {changed!r:.40}",
+            f"changed of {what} must be from 0 to its {elements} elements, not {changed!r:.40}",
             rule="block.changed",
         )
     return BlockRecord(codec, runs, changed, StateDigest.from_hex(item["digest"]), item["sha256"])

@@ -134,7 +134,24 @@ class Layout:
                 f"the layout has {len(ordered)} tensors; at most {limits.TENSORS_MAX} are allowed", rule="layout.count"
             )
         for i, spec in enumerate(ordered):
-            _check_spec(spec)
+            name_bytes = len(spec.name.encode())
+            if not 0 < name_bytes <= limits.NAME_BYTES_MAX:
+                raise FormatError(
+                    f"a tensor name has {name_bytes} bytes; it must have 1 to {limits.NAME_BYTES_MAX}",
+                    rule="layout.name",
+                )
+            if len(spec.shape) > limits.DIMENSIONS_MAX:
+                raise FormatError(
+                    f"tensor {spec.name!r:.200} has {len(spec.shape)} dimensions; at most {limits.DIMENSIONS_MAX} are "
+                    "allowed",
+                    rule="layout.dimensions",
+                )
+            if max(spec.elements, *spec.shape, 0) > limits.ELEMENTS_MAX:
+                raise FormatError(
+                    f"tensor {spec.name!r:.200} has more than {limits.ELEMENTS_MAX} elements, the most that are "
+                    "allowed",
+                    rule="layout.elements",
+                )
             if i and ordered[i - 1].name == spec.name:
                 raise FormatError(f"the layout has the tensor {spec.name!r:.200} twice", rule="layout.duplicate")
         return cls(ordered)
@@ -179,11 +196,11 @@ class Layout:
 
     @cached_property
     def elements(self) -> int:
-        return sum(t.elements for t in self.tensors)
+        return sum([t.elements for t in self.tensors])
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors)
+        return sum([t.nbytes for t in self.tensors])
 
     def require_equal(self, other: "Layout", *, ours: str, theirs: str) -> None:
         """MismatchError that names the first tensor that differs, and both sides."""
@@ -210,21 +227,3 @@ def _spec_from_json(item: Any) -> TensorSpec:
         case [str(name), str(dtype), list(shape)] if all(type(d) is int and d >= 0 for d in shape):
             return TensorSpec(name, dtype_named(dtype), tuple(shape))
     raise FormatError(f"an entry of the layout must be [name, dtype, shape], not {item!r:.200}", rule="layout.entry")
-
-
-def _check_spec(spec: TensorSpec) -> None:
-    name_bytes = len(spec.name.encode())
-    if not 0 < name_bytes <= limits.NAME_BYTES_MAX:
-        raise FormatError(
-            f"a tensor name has {name_bytes} bytes; it must have 1 to {limits.NAME_BYTES_MAX}", rule="layout.name"
-        )
-    if len(spec.shape) > limits.DIMENSIONS_MAX:
-        raise FormatError(
-            f"tensor {spec.name!r:.200} has {len(spec.shape)} dimensions; at most {limits.DIMENSIONS_MAX} are allowed",
-            rule="layout.dimensions",
-        )
-    if any(d > limits.ELEMENTS_MAX for d in spec.shape) or spec.elements > limits.ELEMENTS_MAX:
-        raise FormatError(
-            f"tensor {spec.name!r:.200} has more than {limits.ELEMENTS_MAX} elements, the most that are allowed",
-            rule="layout.elements",
-        )

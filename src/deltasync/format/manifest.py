@@ -172,6 +172,9 @@ class Manifest:
             )
         parent_digest, files = fields.values["parent_digest"], fields.optional_object("files")
         timeline = fields.optional_object("timeline")
+        payloads = {item.sha256("sha256"): PayloadRef.from_fields(item) for item in fields.objects("payloads")}
+        if len(payloads) != len(fields.values["payloads"]):
+            raise CorruptError("the manifest lists a payload twice", rule="manifest.payloads")
         manifest = cls(
             kind=kind,
             version=fields.count("version"),

@@ -7,7 +7,7 @@ file. A `coo/1` payload holds plain `{name}.indices` and `{name}.values` instead
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ Kind = Literal["delta", "anchor", "shard"]
 Range = tuple[int, int]
 """First byte, and the byte after the last."""
 
+_KINDS: dict[str, Kind] = {"delta": "delta", "anchor": "anchor", "shard": "shard"}
 _PREFIX_BYTES = 64 << 10
 _U8 = DTYPES["U8"]
 _OURS = FORMAT.partition("/")[0] + "/"
@@ -249,8 +250,7 @@ def index_dtype(spec: TensorSpec) -> np.dtype[np.signedinteger]:
 def _located(layout: Layout, records: Sequence[BlockRecord], header: Header) -> tuple[BlockInfo, ...]:
     tensors = _tensors(layout, records)
     ranges: list[list[Range]] = [[] for _ in records]
-    heads_first = sorted(zip(tensors, header.entries, strict=False), key=lambda pair: pair[0].is_tail)
-    for tensor, entry in heads_first:
+    for tensor, entry in zip(tensors, header.entries, strict=False):
         fits = len(entry.shape) == 1 and tensor.length in (None, entry.shape[0])
         if tensor.name != entry.name or tensor.dtype != entry.dtype or not fits:
             wanted = f"{tensor.name}: {tensor.dtype.name}[{'n' if tensor.length is None else tensor.length}]"
@@ -258,7 +258,8 @@ def _located(layout: Layout, records: Sequence[BlockRecord], header: Header) -> 
                 f"a tensor of the payload must be {wanted:.200}, not {entry.spec!s:.200}", rule="payload.tensors"
             )
         if tensor.block is not None:
-            ranges[tensor.block].append((entry.begin, entry.end))
+            # The indices of a block come before its values, wherever both are in the file.
+            ranges[tensor.block].insert(len(ranges[tensor.block]) if tensor.is_tail else 0, (entry.begin, entry.end))
     if len(tensors) != len(header.entries):
         raise CorruptError(f"the payload has {len(header.entries)} tensors, not {len(tensors)}", rule="payload.tensors")
     return tuple(
@@ -296,7 +297,7 @@ def _checked_metadata(metadata: dict[str, str]) -> Kind:
     kind = metadata.get("kind")
     if kind is None:
         raise CorruptError("__metadata__ lacks kind", rule="payload.metadata")
-    known: Kind | None = next((k for k in get_args(Kind) if k == kind), None)
+    known = _KINDS.get(kind)
     if known is None:
         raise FormatError(
             f"{kind!r:.80} is not a kind of payload that this release knows",

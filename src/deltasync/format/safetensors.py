@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from deltasync.errors import CorruptError, FormatError
@@ -65,9 +66,21 @@ def read_header(read: Read, size: int) -> Header:
     if text[:1] != b"{":
         raise CorruptError("the header must begin with {", rule="safetensors.json")
     fields = parse_object(text, what="the safetensors header", scope="safetensors")
-    metadata = _metadata(fields.pop("__metadata__", {}))
-    entries = sorted((_entry(n, v, data_begin) for n, v in fields.items()), key=lambda e: (e.begin, e.end))
-    _require_contiguous(entries, data_begin, size)
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CorruptError("__metadata__ must be an object of strings", rule="safetensors.metadata")
+    entries = [_entry(name, value, data_begin) for name, value in fields.items()]
+    entries.sort(key=attrgetter("begin", "end"))
+    at = data_begin
+    for entry in entries:
+        if entry.begin != at:
+            problem = "begins after a hole" if entry.begin > at else "overlaps the one before it"
+            raise CorruptError(f"tensor {entry.name!r:.200} {problem}", rule="safetensors.offsets")
+        at = entry.end
+    if at > size:
+        raise CorruptError(f"the tensors end at byte {at}, but the file has {size}", rule="safetensors.truncated")
+    if at < size:
+        raise CorruptError(f"the file has {size - at} bytes after its last tensor", rule="safetensors.trailing")
     return Header(tuple(entries), metadata, data_begin)
 
 
@@ -91,12 +104,6 @@ def read_exactly(read: Read, offset: int, length: int) -> bytes:
     return data
 
 
-def _metadata(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        raise CorruptError("__metadata__ must be an object of strings", rule="safetensors.metadata")
-    return value
-
-
 def _entry(name: str, value: Any, data_begin: int) -> Entry:
     match value:
         case {"dtype": str(dtype_name), "shape": list(shape), "data_offsets": [begin, end]}:
@@ -117,7 +124,7 @@ def _entry(name: str, value: Any, data_begin: int) -> Entry:
             f"tensor {name!r:.200} has the shape {shape!r:.80}, not up to {limits.DIMENSIONS_MAX} whole numbers",
             rule="safetensors.shape",
         )
-    if not all(is_count(o, most=limits.COUNT_MAX) for o in (begin, end)) or begin > end:
+    if not is_count(begin, most=limits.COUNT_MAX) or not is_count(end, most=limits.COUNT_MAX) or begin > end:
         raise CorruptError(
             f"tensor {name!r:.200} has the offsets {begin!r:.40} and {end!r:.40}, not ascending whole numbers",
             rule="safetensors.offsets",
@@ -128,16 +135,3 @@ def _entry(name: str, value: Any, data_begin: int) -> Entry:
             f"tensor {name!r:.200} has {end - begin} bytes; its type and shape need {needed}", rule="safetensors.size"
         )
     return Entry(name, dtype, tuple(shape), data_begin + begin, data_begin + end)
-
-
-def _require_contiguous(entries: list[Entry], data_begin: int, size: int) -> None:
-    at = data_begin
-    for entry in entries:
-        if entry.begin != at:
-            problem = "begins after a hole" if entry.begin > at else "overlaps the one before it"
-            raise CorruptError(f"tensor {entry.name!r:.200} {problem}", rule="safetensors.offsets")
-        at = entry.end
-    if at > size:
-        raise CorruptError(f"the tensors end at byte {at}, but the file has {size}", rule="safetensors.truncated")
-    if at < size:
-        raise CorruptError(f"the file has {size - at} bytes after its last tensor", rule="safetensors.trailing")

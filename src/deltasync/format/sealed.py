@@ -63,8 +63,8 @@ def read_sealed(
 
 def require_seal(data: bytes, values: dict[str, Any], *, what: str, scope: str) -> None:
     """CorruptError unless `data`, which parses to `values`, is byte for byte what `sealed` wrote."""
-    unsealed = {name: value for name, value in values.items() if name != SEAL}
-    if values.get(SEAL) != _hash(unsealed) or canonical_json(values) != data:
+    unsealed = dict(values)
+    if unsealed.pop(SEAL, None) != _hash(unsealed) or canonical_json(values) != data:
         raise CorruptError(f"{what} was altered after it was written", rule=f"{scope}.sha256")
 
 
@@ -146,10 +146,12 @@ class Fields:
         return Fields(value, f"{name} of {self.what}", self.scope)
 
     def objects(self, name: str) -> "list[Fields]":
-        value = self.values.get(name)
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise self._wrong(name, "a list of objects")
-        return [Fields(item, f"{name} {i} of {self.what}", self.scope) for i, item in enumerate(value)]
+        value, objects = self.values.get(name), []
+        for i, item in enumerate(value if isinstance(value, list) else [None]):
+            if not isinstance(item, dict):
+                raise self._wrong(name, "a list of objects")
+            objects.append(Fields(item, f"{name} {i} of {self.what}", self.scope))
+        return objects
 
     def _wrong(self, name: str, wanted: str) -> CorruptError:
         message = f"{name} of {self.what} must be {wanted}, not {self.values.get(name)!r:.80}"
@@ -159,7 +161,7 @@ class Fields:
 def parse_object(data: bytes, *, what: str, scope: str) -> dict[str, Any]:
     """A JSON object; CorruptError with rule `{scope}.json` or `{scope}.duplicate` on anything else."""
     # Every value but the first follows one of these bytes, so that their number bounds what the parser allocates.
-    if sum(data.count(c) for c in (b",", b"[", b"{")) > limits.JSON_VALUES_MAX:
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > limits.JSON_VALUES_MAX:
         raise CorruptError(
             f"{what} has more than {limits.JSON_VALUES_MAX} values, the most that are allowed", rule=f"{scope}.json"
         )
@@ -185,18 +187,16 @@ def parse_object(data: bytes, *, what: str, scope: str) -> dict[str, Any]:
         raise CorruptError(f"{what} is not valid JSON: {detail}", rule=f"{scope}.json") from error
     if not isinstance(value, dict):
         raise CorruptError(f"{what} is not a JSON object", rule=f"{scope}.json")
-    _require_shallow(value, what=what, scope=scope)
-    return value
-
-
-def _require_shallow(value: dict[str, Any], *, what: str, scope: str) -> None:
-    """CorruptError for nesting that the parser just manages, and a later `repr` or encoder may not."""
+    # Nesting that the parser just manages, a later `repr` or encoder may not.
     level: list[Any] = [value]
     for _ in range(limits.JSON_DEPTH_MAX):
-        items = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
-        level = [item for item in items if isinstance(item, (list, dict)) and item]
-        if not level:
-            return
+        inner = []
+        for outer in level:
+            items = outer.values() if isinstance(outer, dict) else outer
+            inner += [item for item in items if isinstance(item, (list, dict)) and item]
+        if not inner:
+            return value
+        level = inner
     raise CorruptError(
         f"{what} is nested more than {limits.JSON_DEPTH_MAX} levels deep, the most that are allowed",
         rule=f"{scope}.json",

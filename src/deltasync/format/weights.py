@@ -46,8 +46,9 @@ class Region:
 
     def require_writable(self) -> None:
         """InvalidInputError unless the elements can be overwritten."""
-        if not all(array.flags.writeable for array in self.arrays):
-            raise InvalidInputError("the arrays to overwrite must be writable, not read-only")
+        for array in self.arrays:
+            if not array.flags.writeable:
+                raise InvalidInputError("the arrays to overwrite must be writable, not read-only")
 
     def gather(self) -> Bits:
         """A contiguous copy of the bits."""

@@ -18,8 +18,8 @@ from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Weights
 from deltasync.parallel import Pool
 from deltasync.replica.events import Advance, Seconds
-from deltasync.replica.live import Goals, Live
-from deltasync.replica.loop import ScrubSchedule
+from deltasync.replica.live import Live
+from deltasync.replica.loop import Loop, ScrubSchedule
 from deltasync.replica.mirror import MappedState
 from deltasync.replica.target import STAGED_DIGEST, Damage, Staged, Target
 from deltasync.state import Applied, State
@@ -38,13 +38,13 @@ class Delivery:
     """
 
     def __init__(
-        self, target: Target, mirror: State, log: Log, goals: Goals, live: Live, *, base: Path | None, trust_code: bool
+        self, target: Target, mirror: State, log: Log, live: Live, loop: Loop, *, base: Path | None, trust_code: bool
     ) -> None:
         self._target = target
         self._mirror = mirror
         self._log = log
-        self._goals = goals
         self._live = live
+        self._loop = loop
         self._base = base
         self._trust_code = trust_code
         self._applied = Applied()
@@ -104,28 +104,22 @@ class Delivery:
     def to(self, goal: Manifest, *, reads_ahead: bool = False) -> Advance:
         """Bring the mirror and then the target to a version; `reads_ahead`: in the meantime, where that is possible."""
         self._advance(goal)
-        staged, applied = self._hand_off(goal)
-        if reads_ahead and staged.changes is not None and not self._target.reads_state:
-            self._reading = self._ahead.submit(self._read_ahead, staged.weights.layout)
         try:
-            return self._switch(staged, applied)
+            return self._switch(goal, reads_ahead=reads_ahead)
         except CorruptError as error:
             if error.rule != STAGED_DIGEST:
                 raise
             logger.warning("the target is rewritten with all weights: %s", error)
         finally:
             self.take_back()
-        return self._rewrite(goal)
-
-    def _rewrite(self, goal: Manifest) -> Advance:
-        """Bring the target to a version, or to a later one that was read ahead, with all weights of a proved mirror."""
+        # From a mirror that is proved. It may have read ahead to a later version by now.
         mirror = self._mirror
         if not mirror.is_sound():
             mirror.discard(self._applied)
         if mirror.version is not None and mirror.version != goal.version:
             goal = self._log.read(mirror.version)
         self._advance(goal)
-        return self._switch(*self._hand_off(goal))
+        return self._switch(goal)
 
     def _advance(self, goal: Manifest) -> None:
         """Bring the mirror to a version, after the target has accepted the layout of it."""
@@ -141,32 +135,15 @@ class Delivery:
 
     def _read_ahead(self, layout: Layout) -> None:
         """Bring only the mirror to the newest version. A version of another layout has to wait for the target."""
+        if self._live.is_paused or self._loop.is_stopping:
+            return
         try:
-            newest = self._goals.ahead()
-            if newest is not None and newest.layout_sha256 == layout.sha256:
+            newest = self._live.poll()
+            if newest.layout_sha256 == layout.sha256:
                 self._advance(newest)
         except DeltasyncError as error:
             # The next step meets the same error, and reports it.
             logger.debug("cannot read ahead: %s", error)
-
-    def _hand_off(self, goal: Manifest) -> tuple[Staged, Applied]:
-        """What the target needs to become the version that the mirror holds."""
-        weights, applied = self._require_weights(), self._collect()
-        changes = None if applied.changes is None else tuple(applied.changes)
-        if applied.start is None or not self._is_proved_at(applied.start):
-            changes = None
-        if changes is None:
-            self._target.require(weights.layout)
-        staged = Staged(
-            manifest=goal,
-            changes=changes,
-            start=None if changes is None else applied.start,
-            weights=weights,
-            path=self._mirror.path if isinstance(self._mirror, MappedState) else None,
-            files=partial(find_files, self._log, goal, trust_code=self._trust_code),
-            edges=len(applied.edges),
-        )
-        return staged, applied
 
     def _collect(self) -> Applied:
         """Return what the mirror took since the last hand-off, and collect what comes after the present version."""
@@ -184,13 +161,34 @@ class Delivery:
         counts.rebuilt += applied.rebuilt
         applied.rerouted = applied.refetched = applied.rebuilt = 0
 
-    def _switch(self, staged: Staged, applied: Applied) -> Advance:
-        """Stage and commit, and tell of it. If the target fails, it gets all weights the next time."""
-        before, self._live.proved = self._target.version, None
+    def _switch(self, goal: Manifest, *, reads_ahead: bool = False) -> Advance:
+        """Give the target the version that the mirror holds, and tell of it.
+
+        If the target fails, it gets all weights the next time.
+        """
+        target, live = self._target, self._live
+        weights, applied = self._require_weights(), self._collect()
+        changes = None
+        if applied.changes is not None and applied.start is not None and self._is_proved_at(applied.start):
+            changes = tuple(applied.changes)
+        else:
+            target.require(weights.layout)
+        staged = Staged(
+            manifest=goal,
+            changes=changes,
+            start=None if changes is None else applied.start,
+            weights=weights,
+            path=self._mirror.path if isinstance(self._mirror, MappedState) else None,
+            files=partial(find_files, self._log, goal, trust_code=self._trust_code),
+            edges=len(applied.edges),
+        )
+        if reads_ahead and changes is not None and not target.reads_state:
+            self._reading = self._ahead.submit(self._read_ahead, weights.layout)
+        before, live.proved = target.version, None
         began = time.perf_counter()
-        is_read_back = self._target.stage(staged)
+        is_read_back = target.stage(staged)
         staged_at = time.perf_counter()
-        pause_s = self._target.commit(staged)
+        pause_s = target.commit(staged)
         seconds = Seconds(
             plan=applied.plan_s,
             fetch=applied.fetch_s,
@@ -199,14 +197,13 @@ class Delivery:
             commit=time.perf_counter() - staged_at,
             pause=pause_s,
         )
-        self._live.proved = staged.version, staged.manifest.digest
+        live.proved = goal.version, goal.digest
         if is_read_back:
-            self._live.note_read_back(staged.version)
-        changed = None if staged.changes is None else applied.changed
-        committed_unix_s = staged.manifest.created_unix_s
+            live.note_read_back(goal.version)
+        changed = None if changes is None else applied.changed
         edges = tuple(applied.edges)
-        advanced = Advance(before, staged.version, edges, applied.nbytes, changed, seconds, committed_unix_s)
-        self._live.tell(advanced)
+        advanced = Advance(before, goal.version, edges, applied.nbytes, changed, seconds, goal.created_unix_s)
+        live.tell(advanced)
         return advanced
 
     def scrub_due(self, schedule: ScrubSchedule) -> None:
@@ -230,8 +227,8 @@ class Delivery:
         """
         self.prove()
         self._require_weights()
-        pinned, counts = self._goals.pinned_version, self._live.counts
-        wanted = self._mirror.version if pinned is None else pinned
+        pinned, counts = self._live.pinned, self._live.counts
+        wanted = self._mirror.version if pinned is None else pinned.version
         assert wanted is not None
         if self._mirror.version != wanted or not self._is_proved_at(wanted):
             self.to(self._log.read(wanted))

@@ -13,8 +13,8 @@ from deltasync.feed.log import Log
 from deltasync.parallel import ProcessBound
 from deltasync.replica.delivery import Delivery
 from deltasync.replica.events import Advance, Observer, Status
-from deltasync.replica.live import Goals, Live
-from deltasync.replica.loop import BEAT_S, SCRUB_S, Loop, ScrubSchedule, new_replica_id
+from deltasync.replica.live import BEAT_S, Live, new_replica_id
+from deltasync.replica.loop import SCRUB_S, Loop, ScrubSchedule
 from deltasync.replica.mirror import MappedState
 from deltasync.replica.target import Damage, Target
 from deltasync.state import State
@@ -80,10 +80,9 @@ class Follower(ProcessBound):
         self._target = target
         self._loop = Loop()
         log = Log(self._store)
-        self._goals = Goals(log, self._loop)
-        self._live = Live(target, self._goals, log, self.replica, observer=observer, beat_s=beat_s)
+        self._live = Live(target, log, self.replica, observer=observer, beat_s=beat_s)
         self._delivery = Delivery(
-            target, self._mirror, Log(self._patient), self._goals, self._live, base=base_path, trust_code=trust_code
+            target, self._mirror, Log(self._patient), self._live, self._loop, base=base_path, trust_code=trust_code
         )
         self._resources.callback(self._delivery.close)
         self._schedule = None if scrub_s is None else ScrubSchedule(scrub_s)
@@ -167,12 +166,12 @@ class Follower(ProcessBound):
     def pause(self) -> None:
         """Stop fetching in `follow` until `resume`; an advance in progress is finished."""
         self._require_here()
-        self._goals.is_paused = True
+        self._live.is_paused = True
 
     def resume(self) -> None:
         """Let `follow` fetch again after `pause`."""
         self._require_here()
-        self._goals.is_paused = False
+        self._live.is_paused = False
         self._loop.nudge()
 
     def pin(self, version: int | str | None) -> None:
@@ -183,7 +182,7 @@ class Follower(ProcessBound):
         self._require_here()
         if not isinstance(version, str):
             version = arguments.optional_version(version)
-        self._goals.pinned = None if version is None else self._goals.read(version)
+        self._live.pinned = None if version is None else self._live.read(version)
         self._loop.nudge()
 
     def scrub(self, *, repair: bool = True) -> list[Damage]:
@@ -197,17 +196,18 @@ class Follower(ProcessBound):
         """The present state. Never blocks."""
         self._require_here()
         # Each is read once: another thread may change it at any time.
-        live, goals = self._live, self._goals
-        head, served, confirmed, beats = goals.head, live.served, self._confirmed, live.heartbeats
-        read_back, last, error, polled_at_s = live.read_back, live.last, live.error, goals.polled_at_s
+        live = self._live
+        head, served, confirmed, beats = live.head.manifest, live.served, self._confirmed, live.heartbeats
+        read_back, last, error, polled_at_s = live.read_back, live.last, live.error, live.polled_at_s
+        pinned = live.pinned
         return Status(
             replica=self.replica,
             version=served,
             head=None if head is None else head.version,
             lag=None if head is None or served is None else max(0, head.version - served),
             mirror=self._mirror.version,
-            pinned=goals.pinned_version,
-            is_paused=goals.is_paused,
+            pinned=None if pinned is None else pinned.version,
+            is_paused=live.is_paused,
             is_following=self._loop.is_running,
             last=None if last is None else last[0],
             error=None if error is None else f"{type(error).__name__}: {error}",
@@ -266,7 +266,7 @@ class Follower(ProcessBound):
             with self._lock:
                 if self._is_closed:
                     return False
-                if self._goals.is_paused:
+                if self._live.is_paused:
                     self._open()
                 elif self._serve(reads_ahead=True) is not None:
                     return True
@@ -299,7 +299,12 @@ class Follower(ProcessBound):
             self._open()
             self._delivery.prove()
             polled_at_s = time.monotonic()
-            goal = self._goals.poll() if to is None else self._goals.choose(to)
+            if to is None:
+                goal = self._live.poll()
+            else:
+                goal, head = self._live.read(to), self._live.head
+                if head.manifest is None or head.manifest.version < goal.version:
+                    head.manifest = goal
             is_there = self._delivery.is_at(goal)
             # Before a long fetch: a replica that may not write its heartbeat says so at its start.
             self._live.beat()

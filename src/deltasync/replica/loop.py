@@ -1,28 +1,17 @@
-"""The poll loop of a follower with its back-off, the scrub schedule, and heartbeats."""
+"""When a follower works: the poll loop with its back-off, and the schedule of the scrub."""
 
 import logging
-import os
-import re
-import secrets
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
 
 from deltasync.errors import (
-    CorruptError,
     DeltasyncError,
     FormatError,
     InvalidInputError,
     MismatchError,
-    NotFoundError,
     StoreError,
 )
-from deltasync.feed.log import Log
-from deltasync.format.keys import replica_key
-from deltasync.format.sealed import Heartbeat
-from deltasync.store.reading import get_record
 
 logger = logging.getLogger(__name__)
 
@@ -69,38 +58,36 @@ class Loop:
         """
         if not self._running.acquire(blocking=False):
             raise InvalidInputError("this follower follows already", hint="create another one for another target")
-        try:
-            self._run(step, final)
-        finally:
-            self._running.release()
-
-    def _run(self, step: Callable[[], bool], final: tuple[type[Exception], ...]) -> None:
         pause_s, has_worked = _POLL_FIRST_S, False
         cadence = Cadence()
         failing: type[Exception] | None = None
-        while not self._stop.is_set():
-            self._wake.clear()
-            try:
-                is_new = step()
-            except Exception as error:
-                # Whatever a target or a store raises, the live version is still served.
-                if isinstance(error, final) or _is_final(error, has_worked=has_worked, is_again=failing is type(error)):
-                    self.has_failed = True
-                    raise
-                if failing is not type(error):
-                    trace = None if isinstance(error, DeltasyncError) else error
-                    logger.warning("cannot follow, retrying: %s", error, exc_info=trace)
-                failing, pause_s = type(error), min(2 * pause_s, _OUTAGE_MOST_S)
-            else:
-                if failing is not None:
-                    logger.warning("following again")
-                failing, has_worked = None, True
-                if is_new:
-                    cadence.note()
-                    pause_s = _POLL_FIRST_S
-                    continue
-                pause_s = cadence.pause_s()
-            self._wake.wait(pause_s)
+        try:
+            while not self._stop.is_set():
+                self._wake.clear()
+                try:
+                    is_new = step()
+                except Exception as error:
+                    # Whatever a target or a store raises, the live version is still served.
+                    is_again = failing is type(error)
+                    if isinstance(error, final) or _is_final(error, has_worked=has_worked, is_again=is_again):
+                        self.has_failed = True
+                        raise
+                    if not is_again:
+                        trace = None if isinstance(error, DeltasyncError) else error
+                        logger.warning("cannot follow, retrying: %s", error, exc_info=trace)
+                    failing, pause_s = type(error), min(2 * pause_s, _OUTAGE_MOST_S)
+                else:
+                    if failing is not None:
+                        logger.warning("following again")
+                    failing, has_worked = None, True
+                    if is_new:
+                        cadence.note()
+                        pause_s = _POLL_FIRST_S
+                        continue
+                    pause_s = cadence.pause_s()
+                self._wake.wait(pause_s)
+        finally:
+            self._running.release()
 
 
 def poll_pause_s(away_s: float) -> float:
@@ -173,113 +160,3 @@ class ScrubSchedule:
             self._budget -= elements[ordinal]
             self._next = ordinal + 1
         return ordinals
-
-
-BEAT_S = 30.0
-"""Seconds between heartbeats while the version stays: far below the 15 minutes until a replica counts as gone."""
-
-
-class Heartbeats:
-    """Writes heartbeats when they are due. A failure is logged and not raised: the replica serves without them.
-
-    `problem` says why they do not serve their purpose: they cannot be written, or another follower writes them, too.
-    """
-
-    def __init__(
-        self, log: Log, replica: str, *, beat_s: float = BEAT_S, clock: Callable[[], float] = time.time
-    ) -> None:
-        self.problem: str | None = None
-        self.failures = 0
-        """Heartbeats that could not be written."""
-        self._problem_kind: Literal["unwritten", "shared"] | None = None
-        self._log = log
-        self._replica = replica
-        self._key = replica_key(replica)
-        self._instance = secrets.token_hex(8)
-        """Distinguishes this follower from another one with the same name."""
-        self._beat_s = beat_s
-        self._clock = clock
-        self._last: tuple[int | None, float] | None = None
-        self._looked_s: float | None = None
-        """When the stored heartbeat was last known to be this follower's."""
-        self._has_left = False
-        self._lock = threading.Lock()
-
-    def beat(self, version: int | None, facts: Mapping[str, str]) -> None:
-        """Write a heartbeat if the last one is old or has another version."""
-        with self._lock:
-            now = self._clock()
-            last = self._last
-            is_fresh = last is not None and last[0] == version and 0 <= now - last[1] < self._beat_s
-            if is_fresh or self._has_left:
-                return
-            # After a failure the store is not called again before the next heartbeat is due.
-            self._last = version, now
-            try:
-                is_taken = self._is_taken(now)
-                self._log.beat(Heartbeat(self._replica, version, int(now), {**facts, "instance": self._instance}))
-            except DeltasyncError as error:
-                self.failures += 1
-                self._report(
-                    "unwritten",
-                    f"cannot write the heartbeat of {self._replica}, continuing without it; `prune` may delete the "
-                    f"deltas that this replica needs, which then begins again at an anchor: {error}",
-                )
-                return
-            if self._looked_s is None:
-                self._looked_s = now
-            if is_taken:
-                self._report(
-                    "shared",
-                    f"another follower of {self._log.store.url} has the name {self._replica}, too: their heartbeats "
-                    "replace each other, so that `prune` and `status` see only one of them; give each its own name",
-                )
-            elif is_taken is False or self._problem_kind == "unwritten":
-                self.problem = self._problem_kind = None
-
-    def leave(self) -> None:
-        """Delete the heartbeat of a replica that ends for good, so that `prune` keeps nothing for it."""
-        with self._lock:
-            self._has_left = True
-            if self._last is None:
-                return
-            try:
-                if not self._is_anothers():
-                    self._log.store.delete(self._key)
-            except DeltasyncError as error:
-                if self._problem_kind == "unwritten":
-                    # It could not be written either, which was reported.
-                    return
-                message = "cannot delete the heartbeat of %s, which counts as live until it expires: %s"
-                logger.warning(message, self._replica, error)
-
-    def _report(self, kind: Literal["unwritten", "shared"], problem: str) -> None:
-        """Log a problem once, until there is one of another kind, or none."""
-        if self._problem_kind != kind:
-            logger.warning("%s", problem)
-        self.problem, self._problem_kind = problem, kind
-
-    def _is_taken(self, now: float) -> bool | None:
-        """Whether another follower has written this heartbeat since; None if it is too early to look again.
-
-        The first heartbeat replaces any: it may be that of an earlier process, which ended without deleting it.
-        """
-        if self._looked_s is None:
-            return False
-        if 0 <= now - self._looked_s < self._beat_s:
-            return None
-        self._looked_s = now
-        return self._is_anothers()
-
-    def _is_anothers(self) -> bool:
-        try:
-            stored = Heartbeat.from_bytes(get_record(self._log.store, self._key))
-        except (NotFoundError, CorruptError, FormatError):
-            return False
-        return stored.facts.get("instance") != self._instance
-
-
-def new_replica_id() -> str:
-    """Host name, process id and a random suffix, in the form that keys allow."""
-    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:60].lstrip("-")
-    return f"{host}-{os.getpid()}-{secrets.token_hex(3)}".lstrip("-")

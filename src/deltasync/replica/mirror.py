@@ -2,12 +2,19 @@
 
 A small record beside a mapped file says what the file should hold. The record is only a hint: when the file is opened
 again, the digest of all weights decides.
+
+`memory_folder` is for mirrors and stages that several processes of one host map. Any user of the machine can create
+files in shared memory, so nothing that is found there is trusted: only a folder that belongs to this user and is closed
+to all others is entered, and no link is followed.
 """
 
 import logging
 import os
+import shutil
+import stat
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +26,6 @@ from deltasync.feed.route import Route
 from deltasync.files import locked, remove_abandoned_files, temporary_beside
 from deltasync.format import limits
 from deltasync.format.layout import Layout
-from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.sealed import FORMAT, read_sealed, sealed
 from deltasync.format.weights import Weights
 from deltasync.state import Applied, State
@@ -28,6 +34,8 @@ from deltasync.store.patient import PatientStore
 
 logger = logging.getLogger(__name__)
 
+_START_S = 60.0
+"""How long a start waits for others of this user, which hold the lock while they remove what killed processes left."""
 _WAIT_S = 3600.0
 """How long to wait for another process that fills the same mirror: as long as a large model takes to fetch."""
 _PATIENCE_S = 60.0
@@ -88,7 +96,13 @@ class MappedState(State):
         if layout is not None:
             weights, record = mapped_weights(layout, self.path), _read_record(self.path) or MirrorRecord()
             # The manifests are read first, so that a store that fails does not cost a digest at every attempt.
-            candidates = list(_candidates(log, record))
+            candidates = []
+            for version in (record.version, record.writing):
+                if version is not None:
+                    try:
+                        candidates.append(log.read(version))
+                    except (CorruptError, FormatError, NotFoundError) as error:
+                        logger.warning("cannot check the mirror against version %d: %s", version, error)
             digest = blocks.digest(weights)
             self.weights, self._writing, self._written = weights, record.writing, record.applied
             at = next((manifest for manifest in candidates if manifest.digest == digest), None)
@@ -101,30 +115,15 @@ class MappedState(State):
                 logger.warning(message, self.path, digest, named)
                 applied.rebuilt += not record.applied
 
-    def discard(self, applied: Applied) -> None:
-        super().discard(applied)
-        if self.weights is not None:
-            self._note(MirrorRecord())
-
-    def _begin(self, to: Manifest, *, keep: frozenset[str] = frozenset()) -> None:
-        self._note(MirrorRecord(self.version, to.version, keep))
-        super()._begin(to, keep=keep)
-
-    def _wrote(self, ref: PayloadRef) -> None:
-        super()._wrote(ref)
-        self._note(MirrorRecord(None, self._writing, self._written))
-
-    def _spoil(self) -> None:
-        super()._spoil()
-        self._note(MirrorRecord())
-
     def _new_weights(self, layout: Layout) -> Weights:
         return mapped_weights(layout, self.path)
 
-    def _note(self, record: MirrorRecord) -> None:
+    def _note(
+        self, version: int | None = None, writing: int | None = None, written: frozenset[str] = frozenset()
+    ) -> None:
         # The record appears whole or not at all, but is not synced: after a power cut the digest decides.
         with temporary_beside(_record_path(self.path)) as temporary:
-            temporary.write_bytes(record.to_bytes())
+            temporary.write_bytes(MirrorRecord(version, writing, written).to_bytes())
             os.replace(temporary, _record_path(self.path))
 
 
@@ -183,11 +182,47 @@ def _read_record(path: Path) -> MirrorRecord | None:
         return None
 
 
-def _candidates(log: Log, record: MirrorRecord) -> Iterator[Manifest]:
-    """The versions that the file may hold."""
-    for version in (record.version, record.writing):
-        if version is not None:
-            try:
-                yield log.read(version)
-            except (CorruptError, FormatError, NotFoundError) as error:
-                logger.warning("cannot check the mirror against version %d: %s", version, error)
+@contextmanager
+def memory_folder(parent: Path | None = None) -> Iterator[Path]:
+    """A new private folder, which is removed at the end of the block.
+
+    It is in shared memory where the system has that, unless a `parent` is given. What killed processes of this user
+    have left there is removed first: a mirror is as large as the model, and a second one would fill the memory.
+    """
+    shared = Path("/dev/shm")
+    home = _private_home(parent or (shared if shared.is_dir() else Path(tempfile.gettempdir())))
+    with ExitStack() as held:
+        with locked(home / "folders", wait_s=_START_S):
+            for other in home.iterdir():
+                if _is_private(other) and (other / "used.lock").is_file():
+                    # The system has released the lock of a process that has ended.
+                    with suppress(InvalidInputError), locked(other / "used"):
+                        shutil.rmtree(other, ignore_errors=True)
+            folder = Path(tempfile.mkdtemp(dir=home))
+            held.enter_context(locked(folder / "used"))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _private_home(place: Path) -> Path:
+    """The folder of this user in a place that is open to all. If another user has taken its name, it gets another."""
+    own = place / f"deltasync-{os.geteuid()}"
+    for home in (own, *sorted(place.glob(f"{own.name}.*"))):
+        if _is_private(home):
+            return home
+    try:
+        own.mkdir(mode=0o700)
+    except FileExistsError:
+        return Path(tempfile.mkdtemp(prefix=f"{own.name}.", dir=place))
+    return own
+
+
+def _is_private(path: Path) -> bool:
+    """Whether this is a folder, not a link to one, that belongs to this user and that no other user can enter."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and status.st_mode & 0o077 == 0

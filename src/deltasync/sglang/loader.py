@@ -20,14 +20,12 @@ import numpy as np
 import torch
 
 from deltasync.checkpoint import open_checkpoint
-from deltasync.engines.memory import Memory, count_differing, from_mapped
-from deltasync.engines.placement import Placement
+from deltasync.engines.memory import Memory, Placement, count_differing, from_mapped, read_stage
 from deltasync.engines.probes import Build, NamedTensors, layer_of, map_weights
-from deltasync.engines.stage import read_stage
 from deltasync.errors import DeltasyncError, InvalidInputError, MismatchError
 from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import Weights
-from deltasync.sglang.exchange import CHANGES_NAME, TENSOR_NAME, Answer, Request
+from deltasync.sglang.in_place import CHANGES_NAME, TENSOR_NAME, Answer, Request
 from deltasync.torch.tensors import torch_dtype
 
 __all__ = ["load"]

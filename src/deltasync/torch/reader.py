@@ -12,7 +12,7 @@ from deltasync.feed.log import LIVE_S, Log
 from deltasync.feed.route import Route
 from deltasync.format.manifest import Manifest
 from deltasync.parallel import Closable
-from deltasync.replica import fleet
+from deltasync.replica import events
 from deltasync.state import State
 from deltasync.store import Feed, opened
 from deltasync.torch.tensors import torch_dtype
@@ -50,7 +50,7 @@ class FeedReader(Closable):
 
         A replica that sends no heartbeat for `live_s` is not live. One without a version is left out.
         """
-        return fleet.serving(self._open(), live_s=live_s, clock=clock)
+        return events.serving(self._open(), live_s=live_s, clock=clock)
 
     def advance(self, version: int | None = None) -> Manifest:
         """Bring the weights to a version, once it is committed, or to the newest.

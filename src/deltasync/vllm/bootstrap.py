@@ -23,8 +23,7 @@ from deltasync.feed.route import Blocked, Route
 from deltasync.files import locked
 from deltasync.format.layout import Layout
 from deltasync.format.safetensors import header_bytes
-from deltasync.replica.memory import memory_folder
-from deltasync.replica.mirror import fill_mirror
+from deltasync.replica.mirror import fill_mirror, memory_folder
 from deltasync.store import opened
 from deltasync.vllm.settings import Settings
 

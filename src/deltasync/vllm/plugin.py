@@ -3,8 +3,6 @@
 import logging
 from typing import Any
 
-from deltasync.vllm import caches
-
 BACKEND = "deltasync"
 """The name of the backend for `--weight-transfer-config`, and of the load format for `--load-format`."""
 
@@ -19,14 +17,13 @@ def register() -> None:
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, "deltasync.vllm.engine", "DeltasyncEngine")
-    from deltasync.vllm import ownership
-    from deltasync.vllm.loader import MirrorLoader
+    from deltasync.vllm import core
+    from deltasync.vllm.engine import MirrorLoader
     from deltasync.vllm.worker import call_runtime
 
     # The method that collective calls name. `--worker-extension-cls` would add it, too, but is one more flag to set.
-    setattr(Worker, ownership.CALL, call_runtime)
-    caches.install(EngineCore)
-    ownership.install(EngineCore)
+    setattr(Worker, core.CALL, call_runtime)
+    core.install(EngineCore)
     register_model_loader(BACKEND)(MirrorLoader)
     from vllm.platforms import current_platform
 

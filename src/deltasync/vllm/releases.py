@@ -1,7 +1,11 @@
-"""What differs between the releases of vLLM that the plugin runs on; no other file depends on a release."""
+"""What the plugin is tested with: the releases of vLLM, what differs between them, and the architectures of models.
+
+No other file depends on a release.
+"""
 
 import logging
 import re
+from collections.abc import Iterable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -71,3 +75,103 @@ def _parsed(release: str) -> tuple[int, int]:
     """The first two numbers of a release; zeros for a build whose version is not a release."""
     match = _RELEASE.match(release)
     return (0, 0) if match is None else (int(match[1]), int(match[2]))
+
+
+TESTED = frozenset(
+    {
+        "AfmoeForCausalLM",
+        "ApertusForCausalLM",
+        "ArceeForCausalLM",
+        "BloomForCausalLM",
+        "Cohere2ForCausalLM",
+        "Cohere2MoeForCausalLM",
+        "CohereForCausalLM",
+        "CwmForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Dots1ForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "Ernie4_5_MoeForCausalLM",
+        "Exaone4ForCausalLM",
+        "ExaoneForCausalLM",
+        "ExaoneMoeForCausalLM",
+        "FalconForCausalLM",
+        "FalconH1ForCausalLM",
+        "FlexOlmoForCausalLM",
+        "GPT2LMHeadModel",
+        "GPTBigCodeForCausalLM",
+        "GPTJForCausalLM",
+        "GPTNeoXForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Gemma3nForCausalLM",
+        "Gemma4ForCausalLM",
+        "GemmaForCausalLM",
+        "Glm4ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "GlmForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteForCausalLM",
+        "GraniteMoeForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        "HYV3ForCausalLM",
+        "HeliumForCausalLM",
+        "HunYuanDenseV1ForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
+        "HyperCLOVAXForCausalLM",
+        "InternLM2ForCausalLM",
+        "Jais2ForCausalLM",
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "Llama4ForCausalLM",
+        "LlamaForCausalLM",
+        "Mamba2ForCausalLM",
+        "MellumForCausalLM",
+        "MiMoForCausalLM",
+        "MiMoV2FlashForCausalLM",
+        "MiniCPM3ForCausalLM",
+        "MiniCPMForCausalLM",
+        "Ministral3ForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "NanoChatForCausalLM",
+        "NemotronForCausalLM",
+        "NemotronHForCausalLM",
+        "OPTForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "OlmoForCausalLM",
+        "OlmoeForCausalLM",
+        "OrionForCausalLM",
+        "Phi3ForCausalLM",
+        "PhiForCausalLM",
+        "PhiMoEForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "SolarForCausalLM",
+        "StableLmForCausalLM",
+        "Starcoder2ForCausalLM",
+        "TeleFLMForCausalLM",
+        "VaultGemmaForCausalLM",
+        "Zamba2ForCausalLM",
+    }
+)
+"""Those of `tests/zoo`, whose models follow feeds to the bits of a fresh server. A test compares both lists."""
+
+
+def warn_if_not_in_zoo(architectures: Iterable[str]) -> None:
+    """Log which of these architectures are not in the zoo."""
+    for architecture in architectures:
+        if architecture not in TESTED:
+            logger.warning(
+                "deltasync was not tested with the architecture %s: its map is proved like that of every model, "
+                "but compare this server with a fresh one before you rely on it",
+                architecture,
+            )

@@ -2,15 +2,15 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError
+from deltasync.errors import DeltasyncError
 from deltasync.observe import registered
 from deltasync.parallel import lower_priority
+from deltasync.replica.events import follower_metrics
 from deltasync.replica.follower import Follower
-from deltasync.replica.metrics import follower_metrics
 from deltasync.replica.target import Target
 from deltasync.vllm.settings import SyncMode
 
@@ -109,38 +109,3 @@ class Replica:
             "damaged": [asdict(damage) for damage in damages],
             "unseen_elements": self._target.unseen_elements,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Replicas:
-    """What a server follows: a feed of weights, feeds of adapters, or both."""
-
-    weights: Replica | None
-    adapters: Mapping[str, Replica] = field(default_factory=dict)
-
-    def named(self, adapter: str | None) -> Replica:
-        """The replica of an adapter, or of the weights for None."""
-        if adapter is not None:
-            if adapter not in self.adapters:
-                raise NotFoundError(
-                    f"the server follows no adapter {adapter!r:.80}",
-                    hint=f"it follows {', '.join(self.adapters) or 'none'}",
-                )
-            return self.adapters[adapter]
-        if self.weights is None:
-            raise InvalidInputError(
-                "the server follows no feed of weights",
-                hint=f"name one of its adapters, as in ?adapter={next(iter(self.adapters))}",
-            )
-        return self.weights
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether all of them are. Never blocks."""
-        followed = [*self.adapters.values(), *([] if self.weights is None else [self.weights])]
-        return all(replica.is_ready for replica in followed)
-
-    def status(self) -> dict[str, Any]:
-        """The status of the weights, with those of the adapters by name."""
-        status = {} if self.weights is None else self.weights.status()
-        return {**status, "adapters": {name: replica.status() for name, replica in self.adapters.items()}}

@@ -16,20 +16,16 @@ from starlette.datastructures import State
 
 from deltasync.errors import DeltasyncError, EngineError, InvalidInputError
 from deltasync.replica.follower import Follower
-from deltasync.replica.memory import memory_folder
+from deltasync.replica.mirror import memory_folder
 from deltasync.replica.target import Target
-from deltasync.vllm.adapters import AdapterTarget, Load
-from deltasync.vllm.admission import VersionMiddleware
-from deltasync.vllm.architectures import warn_if_not_in_zoo
-from deltasync.vllm.caches import CacheSalts
-from deltasync.vllm.labels import LabelMiddleware, Labels, note_versions
-from deltasync.vllm.ownership import CALL, own_client
+from deltasync.vllm.core import CALL, CacheSalts, own_client
+from deltasync.vllm.labels import Labels, label_middleware, note_versions
 from deltasync.vllm.plugin import log_where_vllm_does
-from deltasync.vllm.releases import check_pauses, warn_if_untested
-from deltasync.vllm.replica import Replica, Replicas
-from deltasync.vllm.routes import TokenMiddleware, add_routes
+from deltasync.vllm.releases import check_pauses, warn_if_not_in_zoo, warn_if_untested
+from deltasync.vllm.replica import Replica
+from deltasync.vllm.routes import add_routes, token_middleware, version_middleware
 from deltasync.vllm.settings import PauseMode, Settings
-from deltasync.vllm.target import VllmTarget
+from deltasync.vllm.target import AdapterTarget, Load, VllmTarget
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +49,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.labels = Labels()
         self._settings = Settings.from_environment()
-        self._replicas: Replicas | None = None
+        self._replicas: dict[str | None, Replica] | None = None
         self._held = ExitStack()
         self._app: FastAPI | None = None
         self._is_serving = threading.Event()
@@ -62,9 +58,9 @@ class Endpoint:
         """Add the routes and the middleware, and close the replica when the server shuts down."""
         self._app = app
         add_routes(app, lambda: self._replicas)
-        app.add_middleware(VersionMiddleware, labels=self.labels, is_closing=lambda: self._server.should_exit)
-        app.add_middleware(LabelMiddleware, labels=self.labels)
-        app.add_middleware(TokenMiddleware, token=self._settings.token)
+        app.add_middleware(version_middleware, labels=self.labels, is_closing=lambda: self._server.should_exit)
+        app.add_middleware(label_middleware, labels=self.labels)
+        app.add_middleware(token_middleware, token=self._settings.token)
         serve = app.router.lifespan_context
 
         @asynccontextmanager
@@ -99,7 +95,7 @@ class Endpoint:
         note_versions(engine_client, self.labels)
         folder = self._held.enter_context(memory_folder())
         loop = asyncio.get_running_loop()
-        weights = None
+        replicas: dict[str | None, Replica] = {}
         if settings.feed is not None:
             salts = await _salts(engine_client) if settings.cache == "keep" else None
             engine = ServerEngine(engine_client, loop, pause=settings.pause, labels=self.labels, salts=salts)
@@ -108,18 +104,17 @@ class Endpoint:
             target = VllmTarget(engine, folder=folder, mirror=mirror)
             # In another thread: it waits for coroutines of this event loop.
             await asyncio.to_thread(target.claim)
-            weights = self._following(
+            replicas[None] = self._following(
                 settings.feed, target, mirror, base=settings.base, scrub_s=settings.scrub_s, has_metrics=True
             )
-        adapters = {}
         for name, feed in settings.adapters.items():
             load = adapter_loader(engine_client, state.openai_serving_models, loop, name)
             own = folder / f"adapter-{name}"
             own.mkdir()
             adapter = AdapterTarget(name, load, folder=own)
-            adapters[name] = self._following(feed, adapter, own / "mirror.safetensors", has_metrics=False)
-        self._replicas = Replicas(weights, adapters)
-        for replica in (*adapters.values(), *([] if weights is None else [weights])):
+            replicas[name] = self._following(feed, adapter, own / "mirror.safetensors", has_metrics=False)
+        self._replicas = replicas
+        for replica in replicas.values():
             replica.start()
 
     def _following(
@@ -249,13 +244,13 @@ class ServerEngine:
         _wait(self._loop, work, "pause")
 
     def resume(self) -> None:
-        _wait(self._loop, self._resume(), "resume")
+        async def resume() -> None:
+            if self._salts is not None:
+                await self._salts.renew()
+            await self._resume_generation()
+            await self._labels.end_switch()
 
-    async def _resume(self) -> None:
-        if self._salts is not None:
-            await self._salts.renew()
-        await self._resume_generation()
-        await self._labels.end_switch()
+        _wait(self._loop, resume(), "resume")
 
     def label(self, version: int) -> None:
         _wait(self._loop, self._set_version(str(version)), "label")

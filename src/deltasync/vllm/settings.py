@@ -97,7 +97,15 @@ def _read(name: str, value: str) -> Any:
     elif kind == Path | None:
         return Path(value)
     elif kind == float | None:
-        return _seconds(name, value)
+        if value == _OFF:
+            return None
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        if not 0.0 < seconds < float("inf"):
+            raise _wrong(name, value, f"a number of seconds above 0, or {_OFF}")
+        return seconds
     elif name == "adapters":
         return parse_adapters(value)
     return value
@@ -112,18 +120,6 @@ def parse_adapters(value: str) -> dict[str, str]:
             raise _wrong("adapters", value, "NAME=URL pairs, each name once, with a space between two pairs")
         adapters[name] = url
     return adapters
-
-
-def _seconds(name: str, value: str) -> float | None:
-    if value == _OFF:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
-        raise _wrong(name, value, f"a number of seconds above 0, or {_OFF}")
-    return seconds
 
 
 def _wrong(name: str, value: str, wanted: str) -> InvalidInputError:

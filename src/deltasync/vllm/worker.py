@@ -1,28 +1,40 @@
 """In the worker processes: the live weights of one worker, read and written in checkpoint coordinates.
 
-The caller of `scatter` and `copy` has paused the engine.
+`Twins` of the served model, which vLLM's own code builds beside it, show where each element is: a twin holds what a
+fresh server with the same arguments would hold for some weights. The live model is not involved.
 """
 
+import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from deltasync.checkpoint import open_checkpoint
-from deltasync.engines.memory import Memory, as_tensor, count_differing, from_mapped, pair
-from deltasync.engines.placement import Placement
-from deltasync.engines.probes import NamedTensors, map_weights
-from deltasync.engines.stage import SEGMENT_ELEMENTS, Segment, read_stage
+from deltasync.engines.memory import (
+    SEGMENT_ELEMENTS,
+    Memory,
+    Placement,
+    Segment,
+    as_tensor,
+    count_differing,
+    from_mapped,
+    pair,
+    read_stage,
+)
+from deltasync.engines.probes import NamedTensors, layer_of, map_weights
 from deltasync.errors import CorruptError, EngineError, InvalidInputError, MismatchError
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.weights import Bits, Region, Weights
 from deltasync.kernels import kernels
 from deltasync.torch.tensors import as_bits
-from deltasync.vllm.twins import Window
 
 logger = logging.getLogger(__name__)
 
@@ -30,32 +42,169 @@ _SAMPLE_ELEMENTS = 1 << 12
 """Elements of each segment that are read back after a scatter."""
 LOADED = "deltasync_version"
 """The attribute of a model that was loaded from the mirror, with the version."""
+_WINDOW_BYTES = 1 << 28
+"""Weights that a twin holds. A layer of a large model may have more; the first one comes with the embeddings."""
+
+_WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
+"""Methods of speculative decoding that have no model of their own."""
 
 
-class ModelBuilder(Protocol):
-    """Builds twins of the served model."""
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some layers of the model, from `first` to before `end`, with the tensors of the feed that are loaded into them.
+
+    The window that begins with layer 0 has all tensors that belong to no layer, too. `end` None is the whole model.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    first: int = 0
+    end: int | None = None
+
+
+class Twins:
+    """Builds twins from the configuration that the live model was built from."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._config = vllm_config
 
     @property
     def dtype(self) -> torch.dtype:
         """The type that the model is served in."""
-        ...
+        dtype: torch.dtype = self._config.model_config.dtype
+        return dtype
+
+    def require_fixed(self) -> None:
+        """MismatchError if the server holds weights in another place or form than a twin can show."""
+        draft = self._config.speculative_config
+        if draft is not None and draft.method not in _WITHOUT_WEIGHTS:
+            raise MismatchError(
+                f"the server has a draft model ({draft.method}), which would keep its old weights",
+                rule="vllm.draft",
+                hint=f"serve without it, or with one of {', '.join(sorted(_WITHOUT_WEIGHTS))}",
+            )
+        if self._config.parallel_config.enable_eplb:
+            raise MismatchError(
+                "the server moves experts between ranks (--enable-eplb), so no map of them stays true",
+                rule="vllm.eplb",
+                hint="serve without --enable-eplb",
+            )
 
     def windows(self, layout: Layout) -> list[Window]:
-        """The parts of the model that can be built, each without the others."""
-        ...
+        """The model in windows, so that twins need little memory; as one window where vLLM cannot build parts of it.
+
+        MismatchError as of `require_fixed`.
+        """
+        self.require_fixed()
+        layers = int(self._config.model_config.get_total_num_hidden_layers())
+        by_layer: dict[int | None, list[TensorSpec]] = {}
+        for spec in layout.tensors:
+            number = layer_of(spec.name)
+            number = None if number is None or number >= layers else number
+            by_layer.setdefault(number, []).append(spec)
+        nbytes = {number: sum(spec.nbytes for spec in specs) for number, specs in by_layer.items()}
+        no_layer_bytes = nbytes.pop(None, 0)
+        layer_bytes = max((1, *nbytes.values()))
+        size = max(1, _WINDOW_BYTES // layer_bytes)
+        # Embeddings may be as large as many layers, so the first window has only as many as fit beside them. Some
+        # models need more: their first layers have no experts.
+        beside = max(1, (_WINDOW_BYTES - no_layer_bytes) // layer_bytes)
+        for head in (beside, size) if beside < layers else ():
+            windows = []
+            for first, end in pairwise((0, *range(head, layers, size), layers)):
+                numbers = (*(() if first else (None,)), *range(first, end))
+                windows.append(Window(tuple(spec for n in numbers for spec in by_layer.get(n, ())), first, end))
+            if all(self._has(window, layers) for window in windows):
+                return windows
+        return [Window(layout.tensors)]
+
+    def _has(self, window: Window, layers: int) -> bool:
+        """Whether vLLM can build the layers of a window without the others. Some models need a layer with experts."""
+        asked: list[int] = []
+        try:
+            with torch.device("meta"), _only(window.first, window.end, asked), self._building() as config:
+                from vllm.model_executor.model_loader.utils import initialize_model
+
+                initialize_model(config, model_config=config.model_config)
+        # An architecture may need all of its layers, and raises anything then.
+        except Exception:  # noqa: BLE001
+            return False
+        return asked == [layers]
 
     def build(self, weights: NamedTensors, window: Window) -> torch.nn.Module:
-        """One part, loaded with these weights and processed."""
-        ...
+        """A twin that is loaded with these weights and processed, as vLLM's loader does it."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
+        from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+
+        device = torch.device(self._config.load_config.device or self._config.device_config.device)
+        with self._building() as config, _only(window.first, window.end, []):
+            with device:
+                model: Any = initialize_model(config, model_config=config.model_config)
+            model.load_weights(weights)
+            methods = (getattr(module, "quant_method", None) for module in model.modules())
+            if any(getattr(method, "uses_meta_device", False) for method in methods):
+                finalize_layerwise_processing(model, config.model_config)
+            process_weights_after_loading(model, config.model_config, device)
+        twin: torch.nn.Module = model.eval()
+        return twin
+
+    @contextmanager
+    def _building(self) -> Iterator[Any]:
+        """A configuration in which a second model registers its layers, and what else building one leaves behind."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.models import utils
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        config = copy.copy(self._config)
+        config.compilation_config = copy.copy(config.compilation_config)
+        config.compilation_config.static_forward_context = {}
+        config.compilation_config.static_all_moe_layers = []
+        config.quant_config = copy.deepcopy(config.quant_config)
+        # vLLM remembers missing layers by the address of a model, which the next twin may get.
+        missing: dict[int, list[str]] = utils._model_to_pp_missing_layer_names
+        known = dict(missing)
+        missing.clear()
+        try:
+            with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+                yield config
+        finally:
+            missing.clear()
+            missing.update(known)
+
+
+@contextmanager
+def _only(first: int, end: int | None, asked: list[int]) -> Iterator[None]:
+    """Let vLLM build only these layers, as for a stage of a pipeline. `asked` gets the numbers of all layers.
+
+    The stage with the first layer has what is before and after the layers, too.
+    """
+    if end is None:
+        yield
+        return
+    from vllm.distributed import get_pp_group, utils
+
+    def only(layers: int, rank: int, size: int) -> tuple[int, int]:
+        asked.append(layers)
+        return min(first, layers), min(end, layers)
+
+    group, indices = get_pp_group(), utils.get_pp_indices
+    ranks = group.ranks
+    utils.get_pp_indices = only
+    group.ranks = [-1, *ranks, -1] if first else ranks
+    try:
+        yield
+    finally:
+        utils.get_pp_indices = indices
+        group.ranks = ranks
 
 
 class RuntimeWeights:
     """The weights of one worker.
 
-    The map that `describe` builds is valid while the model keeps its memory, which vLLM's graphs rely on, too.
+    The map that `describe` builds is valid while the model keeps its memory, which vLLM's graphs rely on, too. The
+    caller of `scatter` and `copy` has paused the engine.
     """
 
-    def __init__(self, model: torch.nn.Module, twins: ModelBuilder, rank: int) -> None:
+    def __init__(self, model: torch.nn.Module, twins: Twins, rank: int) -> None:
         self._model = model
         self._twins = twins
         self._rank = rank
@@ -113,7 +262,14 @@ class RuntimeWeights:
             elements += found.elements
             paths |= found.paths
             known |= found.spans
-        _require_seen(live, paths)
+        for span in live.spans:
+            if span.flat.is_floating_point() and paths.isdisjoint(span.views):
+                raise MismatchError(
+                    f"the live model holds {span.path!r:.200}, which vLLM makes while it serves; a new version would "
+                    "not reach it",
+                    rule="engine.derived",
+                    hint="restart the server for each version of this model",
+                )
         return elements
 
     def prepare(self, stages: Sequence[str]) -> None:
@@ -145,7 +301,7 @@ class RuntimeWeights:
                     "the weights in memory are not those that were written",
                     hint="restart the server; its memory may be damaged, or something else writes to the weights",
                 )
-        self._free_prepared()
+        self._staged, self._refreshed = [], []
 
     def copy(self, mirror: str, ordinals: Sequence[int]) -> None:
         """Write whole tensors of the mirror to where the map says, and what was refreshed; free what was prepared."""
@@ -153,10 +309,6 @@ class RuntimeWeights:
         for ordinal in ordinals:
             self._copy(self._layout.tensors[ordinal], weights.arrays[ordinal])
         self._write_refreshed()
-        self._free_prepared()
-
-    def _free_prepared(self) -> None:
-        """Free the memory that a version needs beside the weights until it is written."""
         self._staged, self._refreshed = [], []
 
     def compare(self, mirror: str, ordinals: Sequence[int], repair: bool) -> dict[str, Any]:
@@ -264,22 +416,17 @@ def call_runtime(worker: Any, method: str, *args: Any) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error!s:.500}"}
 
 
-def _require_seen(live: Memory, paths: set[str]) -> None:
-    """MismatchError if the live model reaches weights that no twin has: they were derived after loading."""
-    for span in live.spans:
-        if span.flat.is_floating_point() and paths.isdisjoint(span.views):
-            raise MismatchError(
-                f"the live model holds {span.path!r:.200}, which vLLM makes while it serves; a new version would not "
-                "reach it",
-                rule="engine.derived",
-                hint="restart the server for each version of this model",
-            )
-
-
 def overwrite(flat: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values at ascending positions of flat bits."""
-    write = overwrite_on_host if flat.device.type == "cpu" else overwrite_on_device
-    write(flat, positions, values)
+    """Write values at ascending positions of flat bits: on the host with our kernel, which takes them as staged."""
+    if flat.device.type != "cpu":
+        overwrite_on_device(flat, positions, values)
+        return
+    width = flat.element_size()
+    array = flat.numpy().view(f"u{width}")
+    region = Region(
+        DTYPES[f"U{8 * width}"], (array,), np.array([(0, 0, len(array))], np.int64), np.zeros((1, 3), np.uint64)
+    )
+    kernels().overwrite(region, positions.numpy().view(np.uint32), values.numpy().view(f"u{width}"))
 
 
 def overwrite_on_device(flat: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
@@ -290,16 +437,6 @@ def overwrite_on_device(flat: torch.Tensor, positions: torch.Tensor, values: tor
 def wide(positions: torch.Tensor) -> torch.Tensor:
     """Unsigned 4-byte positions, viewed as signed ones, as the 8-byte ones that torch indexes with."""
     return positions.to(torch.int64) & 0xFFFFFFFF
-
-
-def overwrite_on_host(flat: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
-    """Write with our kernel, which takes positions as they are staged."""
-    width = flat.element_size()
-    array = flat.numpy().view(f"u{width}")
-    region = Region(
-        DTYPES[f"U{8 * width}"], (array,), np.array([(0, 0, len(array))], np.int64), np.zeros((1, 3), np.uint64)
-    )
-    kernels().overwrite(region, positions.numpy().view(np.uint32), values.numpy().view(f"u{width}"))
 
 
 def named_tensors(weights: Weights, tensors: Iterable[TensorSpec]) -> NamedTensors:

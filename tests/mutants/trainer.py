@@ -33,8 +33,8 @@ MUTANTS = (
         name="rebase-forgets-what-came-back",
         harm="A weight that returns to its old value while a publication is in flight keeps the other one on replicas.",
         path="src/deltasync/trainer/capture.py",
-        old="    back[at[again]] = False\n",
-        new="    back[:] = False\n",
+        old="        back[at[again]] = False\n",
+        new="        back[:] = False\n",
         killers=("tests/behaviour/test_trainer_rebase.py::test_a_rebased_capture_leads_to_the_same_weights",),
     ),
     Mutant(

@@ -43,7 +43,7 @@ MUTANTS = (
         path="src/deltasync/past.py",
         old="            step.put_back(runs, bits)\n",
         new="            del step\n",
-        killers=("tests/unit/test_trainer_anchoring.py::test_an_anchor_is_exact_although_the_shadow_moves_on",),
+        killers=("tests/behaviour/test_trainer_anchors.py::test_an_anchor_is_exact_although_the_shadow_moves_on",),
     ),
     Mutant(
         name="anchor-digest-unchecked",
@@ -51,7 +51,7 @@ MUTANTS = (
         path="src/deltasync/trainer/versions.py",
         old="        elif digest != draft.digest:\n",
         new="        elif digest is None:\n",
-        killers=("tests/unit/test_trainer_anchoring.py::test_an_anchor_of_other_weights_is_not_added",),
+        killers=("tests/behaviour/test_trainer_anchors.py::test_an_anchor_of_other_weights_is_not_added",),
     ),
     Mutant(
         name="publisher-reads-the-clock-late",

@@ -258,7 +258,7 @@ def check(plan: RatesPlan, rates: Rates) -> Section:
                 pipe.store.bytes_per_s, pipe.store.round_trip_s = math.inf, 0.0
                 phases = estimate(pipe.change, Deployment(uplink=link, downlink=link, cores=rates.cores), rates).phases
                 # The follower is called once the version is committed: it does not wait for a poll.
-                model_s = phases.total - phases.poll
+                model_s = sum(phases.values()) - phases["poll"]
                 errors.append(abs(model_s / measured.total - 1))
                 rows.append(
                     {
@@ -270,7 +270,7 @@ def check(plan: RatesPlan, rates: Rates) -> Section:
                         "measured s": measured.total,
                         "model s": model_s,
                         "model / measured": model_s / measured.total,
-                        "held, model / measured": phases.capture / measured.capture,
+                        "held, model / measured": phases["capture"] / measured.capture,
                     }
                 )
     return Section(

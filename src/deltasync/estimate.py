@@ -7,6 +7,7 @@ which a TCP connection becomes fast, retries, and everything else that uses the 
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -257,30 +258,6 @@ class Deployment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phases:
-    """Seconds from the end of a step until its weights are served. What overlaps counts once, for the longer part.
-
-    `put` and `fetch` are what the link needs beyond coding: payloads are put while others are encoded, and fetched
-    while others are decoded.
-    """
-
-    capture: float
-    encode: float
-    put: float
-    commit: float
-    poll: float
-    plan: float
-    fetch: float
-    decode: float
-    stage: float
-    pause: float
-
-    @property
-    def total(self) -> float:
-        return float(sum(getattr(self, name) for name in Phases.__slots__))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """Bytes and dollars. `up` is what all ranks put for a version, anchors included; `down` what all replicas fetch."""
 
@@ -295,13 +272,16 @@ class Traffic:
 class Estimate:
     """What a deployment costs. The `copy_` fields are those of full copies over the same links, the transfer alone.
 
+    `phases`: seconds from the end of a step until its weights are served. What overlaps counts once, for the longer
+    part: `put` and `fetch` are what the link needs beyond coding, as payloads are put while others are encoded, and
+    fetched while others are decoded.
     `publish_every_s` and `follow_every_s`: how often a version can be published, anchors included, and taken. A trainer
     that is faster publishes several steps as one version; a replica that is slower takes several versions at once.
     `anchor_versions`: versions between two anchors, None if none is due. `join_`: a replica that joins late, on
     average: an anchor and half of the deltas until the next one, without skips.
     """
 
-    phases: Phases
+    phases: Mapping[str, float]
     traffic: Traffic
     copy_traffic: Traffic
     versions_per_hour: float
@@ -318,17 +298,17 @@ class Estimate:
 
     @property
     def step_to_live_s(self) -> float:
-        return self.phases.total
+        return float(sum(self.phases.values()))
 
     @property
     def held_s(self) -> float:
         """How long a step is held up."""
-        return self.phases.capture
+        return self.phases["capture"]
 
     @property
     def pause_s(self) -> float:
         """How long serving pauses."""
-        return self.phases.pause
+        return self.phases["pause"]
 
 
 def estimate(change: Change, deployment: Deployment, rates: Rates = MEASURED) -> Estimate:
@@ -336,24 +316,27 @@ def estimate(change: Change, deployment: Deployment, rates: Rates = MEASURED) ->
     d, speed = deployment, rates.speed(deployment.cores)
     rank = (change.weight_bytes / d.ranks, change.changed / d.ranks)
     whole = (change.weight_bytes, change.changed)
-    payloads = _payloads(change.delta_bytes / d.ranks)
+    # A rank cuts its part of a delta into payloads.
+    part_bytes = change.delta_bytes / d.ranks
+    payload_bytes = min(max(part_bytes / DELTA_PAYLOADS, DELTA_BYTES_LEAST), DELTA_BYTES_MOST)
+    payloads = max(1, math.ceil(part_bytes / payload_bytes))
     encode_s = rates.encode.seconds(*rank, speed=speed)
     put_s = overlapped(encode_s, d.put_s(change.delta_bytes), payloads) - encode_s + d.uplink.round_trip_s
     decode_s = rates.decode.seconds(*whole, speed=speed)
     fetched_s = overlapped(decode_s, d.fetch_s(change.delta_bytes), payloads * d.ranks)
-    phases = Phases(
-        capture=rates.capture.seconds(*rank, speed=speed),
-        encode=encode_s,
-        put=put_s,
-        commit=rates.commit_round_trips * d.uplink.round_trip_s,
+    phases = {
+        "capture": rates.capture.seconds(*rank, speed=speed),
+        "encode": encode_s,
+        "put": put_s,
+        "commit": rates.commit_round_trips * d.uplink.round_trip_s,
         # The version comes at any time between two polls.
-        poll=poll_pause_s(STEP_VARIATION * d.every_s) / 2,
-        plan=rates.plan_round_trips * d.downlink.round_trip_s,
-        fetch=fetched_s - decode_s + d.downlink.round_trip_s,
-        decode=decode_s,
-        stage=rates.stage.seconds(*whole, speed=speed),
-        pause=rates.pause.seconds(*whole, speed=speed),
-    )
+        "poll": poll_pause_s(STEP_VARIATION * d.every_s) / 2,
+        "plan": rates.plan_round_trips * d.downlink.round_trip_s,
+        "fetch": fetched_s - decode_s + d.downlink.round_trip_s,
+        "decode": decode_s,
+        "stage": rates.stage.seconds(*whole, speed=speed),
+        "pause": rates.pause.seconds(*whole, speed=speed),
+    }
     every = anchor_versions(d.anchors, delta_bytes=change.delta_bytes, anchor_bytes=change.anchor_bytes)
     anchor_put_s = overlapped(
         rank[0] / rates.anchor_encode_bytes_per_s / speed, d.put_s(change.anchor_bytes), _shards(change.elements)
@@ -367,7 +350,7 @@ def estimate(change: Change, deployment: Deployment, rates: Rates = MEASURED) ->
     )
     delta_s = overlapped(decode_s, d.downlink.seconds(change.delta_bytes), payloads * d.ranks)
     # Anchors are put beside deltas, over the same links and with the same cores.
-    publish_s = encode_s + phases.put + phases.commit + (0.0 if every is None else anchor_put_s / every)
+    publish_s = encode_s + put_s + phases["commit"] + (0.0 if every is None else anchor_put_s / every)
     versions_per_hour = 3600 / max(d.every_s, publish_s)
     copy_s = (d.put_s(change.weight_bytes), d.fetch_s(change.weight_bytes))
     up_bytes = change.delta_bytes + (0.0 if every is None else change.anchor_bytes / every)
@@ -390,7 +373,7 @@ def estimate(change: Change, deployment: Deployment, rates: Rates = MEASURED) ->
         copy_step_to_live_s=sum(copy_s),
         copy_every_s=max(copy_s),
         publish_every_s=publish_s,
-        follow_every_s=phases.plan + fetched_s + phases.stage + phases.pause,
+        follow_every_s=phases["plan"] + fetched_s + phases["stage"] + phases["pause"],
         anchor_versions=every,
         anchor_put_s=anchor_put_s,
         join_bytes=change.anchor_bytes + late * change.delta_bytes,
@@ -413,12 +396,6 @@ def anchor_versions(policy: AnchorPolicy, *, delta_bytes: int, anchor_bytes: int
     if policy.versions is not None:
         rules.append(policy.versions)
     return min(rules, default=None)
-
-
-def _payloads(delta_bytes: float) -> int:
-    """The payloads that a rank cuts its part of a delta into."""
-    size = min(max(delta_bytes / DELTA_PAYLOADS, DELTA_BYTES_LEAST), DELTA_BYTES_MOST)
-    return max(1, math.ceil(delta_bytes / size))
 
 
 def _shards(elements: int) -> int:

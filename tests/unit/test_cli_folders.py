@@ -5,7 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import LONG_S, processes
@@ -62,6 +65,13 @@ def test_text_names_the_folder_and_the_version(place: Path, capsys: Out) -> None
     assert out[0].startswith("version 0, step 0: all weights, ")
     assert out[2].startswith("version 2, step 2: ")
     assert "elements changed" in out[2]
+
+
+def test_one_long_look_is_not_the_last(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the first look can take longer than files need to settle."""
+    clock = SimpleNamespace(monotonic=count(0, 10).__next__, sleep=time.sleep)
+    monkeypatch.setattr("deltasync.cli.folders.time", clock)
+    assert cli.main(["publish", "watched", "--watch", "step_*", "--once", "--settle-s", "0.1"]) == 0
 
 
 def test_errors_have_their_exit_codes(place: Path, capsys: Out) -> None:

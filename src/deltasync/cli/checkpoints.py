@@ -12,7 +12,6 @@ from deltasync.cli.output import (
     bits_text,
     count_text,
     number_column,
-    number_text,
     or_dash,
     percent,
     ratio_text,
@@ -70,7 +69,7 @@ def diff(args: argparse.Namespace, out: Output) -> None:
     share = share_text(delta.changed, layout.elements)
     out.line(
         f"{args.output}: {size_text(delta.nbytes)} (all weights are {size_text(layout.nbytes)}, "
-        f"{ratio_text(delta.nbytes, layout.nbytes)}); {number_text(delta.changed)} of {number_text(layout.elements)} "
+        f"{ratio_text(delta.nbytes, layout.nbytes)}); {delta.changed:,} of {layout.elements:,} "
         f"elements changed ({share}), {bits_text(delta.nbytes, delta.changed)} bits each",
         indent="  ",
     )
@@ -147,7 +146,7 @@ def inspect(args: argparse.Namespace, out: Output) -> None:
             ("layout", layout.sha256),
             ("parent digest", or_dash(payload.parent_digest)),
             ("digest", payload.digest.hex),
-            ("changed", f"{number_text(payload.changed)} elements ({share_text(payload.changed, layout.elements)})"),
+            ("changed", f"{payload.changed:,} elements ({share_text(payload.changed, layout.elements)})"),
             ("bits each", bits_text(payload.nbytes, payload.changed)),
         )
     )
@@ -158,7 +157,7 @@ def inspect(args: argparse.Namespace, out: Output) -> None:
         out.table(noun + more, columns, rows)
 
     layers, blocks = payload.layers, payload.blocks
-    changed_column = Column("changed", lambda value: value if isinstance(value, str) else number_text(value))
+    changed_column = Column("changed", lambda value: value if isinstance(value, str) else f"{value:,}")
     if out.columns is not None and len(layers) > 1 and all(y.changed is None for y in layers):
         out.line("layers: every block has elements of several layers; --old CHECKPOINT counts the changes of each")
     else:

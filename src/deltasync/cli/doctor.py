@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import deltasync
 from deltasync import __version__
-from deltasync.cli.output import Output, count_text, duration_text, number_text, size_text, time_text
+from deltasync.cli.output import Output, count_text, duration_text, size_text, time_text
 from deltasync.cli.parser import FEED_VARIABLE, Parser, number_within
 from deltasync.errors import DeltasyncError, NotFoundError, printable
 from deltasync.format import keys
@@ -261,7 +261,7 @@ def _probe(checks: Checks, store: "Store", probe_mb: int, written: list[str]) ->
         get_s = time.perf_counter() - began_s
         up, down = (int(len(data) / max(taken_s, 1e-9)) for taken_s in (put_s, get_s))
         if stored == data:
-            text = f"{size_text(up)}/s up, {size_text(down)}/s down, with one object of {number_text(probe_mb)} MB"
+            text = f"{size_text(up)}/s up, {size_text(down)}/s down, with one object of {probe_mb:,} MB"
             _add(checks, "bandwidth", "ok", text, put_bytes_per_s=up, get_bytes_per_s=down)
         else:
             _add(checks, "bandwidth", "failed", "other bytes came back than were put")

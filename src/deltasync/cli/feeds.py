@@ -17,7 +17,6 @@ from deltasync.cli.output import (
     count_text,
     duration_text,
     number_column,
-    number_text,
     or_dash,
     percent,
     ranges_text,
@@ -128,7 +127,7 @@ def publish(args: argparse.Namespace, out: Output) -> None:
     out.line(f"version {m.version}: {m.kind} of {size_text(m.nbytes)} in {duration_text(seconds)} ({whole})")
     fields = []
     if m.changed is not None:
-        share = f"{number_text(m.changed)} of {number_text(m.elements)} elements ({share_text(m.changed, m.elements)})"
+        share = f"{m.changed:,} of {m.elements:,} elements ({share_text(m.changed, m.elements)})"
         fields.append(("changed", f"{share}, {bits_text(m.nbytes, m.changed)} bits each"))
     if anchor is not None:
         fields.append(("anchor", f"{size_text(anchor.nbytes)} added, for replicas that join late"))
@@ -303,9 +302,7 @@ def show(args: argparse.Namespace, out: Output) -> None:
         out.table(title, columns, [tuple(step.values()) for step in timeline["steps"]])
         return
     changed = (
-        "-"
-        if m.changed is None
-        else f"{number_text(m.changed)} of {number_text(m.elements)} elements ({share_text(m.changed, m.elements)})"
+        "-" if m.changed is None else f"{m.changed:,} of {m.elements:,} elements ({share_text(m.changed, m.elements)})"
     )
     fields = [
         ("version", f"{m.version} ({m.kind})"),
@@ -317,7 +314,7 @@ def show(args: argparse.Namespace, out: Output) -> None:
         ("changed", changed),
         ("writer", m.writer),
         ("committed", f"{time_text(m.created_unix_s)} UTC"),
-        ("payloads", f"{number_text(len(m.payloads))}, {size_text(m.nbytes)}"),
+        ("payloads", f"{len(m.payloads):,}, {size_text(m.nbytes)}"),
         (
             "anchor",
             "-" if anchor is None else f"{count_text(len(anchor.payloads), 'shard')}, {size_text(anchor.nbytes)}",
@@ -417,8 +414,8 @@ def verify(args: argparse.Namespace, out: Output) -> None:
             payloads = f"{count_text(result.orphans, 'payload')} ({size_text(result.orphan_bytes)})"
             old = result.orphans - result.young_orphans
             out.line(
-                f"not named by any manifest: {payloads}; `prune` removes {number_text(old)} of them, and leaves "
-                f"{number_text(result.young_orphans)} that are younger than a day",
+                f"not named by any manifest: {payloads}; `prune` removes {old:,} of them, and leaves "
+                f"{result.young_orphans:,} that are younger than a day",
                 indent="  ",
             )
         if result.restorable:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import deltasync
-from deltasync.cli.output import Output, number_text, share_text, size_text
+from deltasync.cli.output import Output, share_text, size_text
 from deltasync.cli.parser import Parser, add_shadow, whole_number
 from deltasync.cli.service import poll_until_signal
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError
@@ -177,15 +177,19 @@ def _advance_all(
         poll_until_signal(step, final=(ConflictError,))
         return
     patience_s = _ONCE_SETTLES * (SETTLE_S if settle_s is None else settle_s)
-    until_s = time.monotonic() + patience_s
+    until_s: float | None = None
     while True:
+        began_s = time.monotonic()
         if step():
-            until_s = time.monotonic() + patience_s
+            until_s = None
             continue
         problem = waiting_for()
         if problem is None:
             return
-        if time.monotonic() > until_s:
+        if until_s is None:
+            # From the end of the first look: on a busy machine it can take longer than files need to settle.
+            until_s = time.monotonic() + patience_s
+        if began_s > until_s:
             raise NotFoundError(problem, hint="run the command again when it is complete, or remove it")
         time.sleep(_POLL_S)
 
@@ -193,7 +197,7 @@ def _advance_all(
 def _print_version(out: Output, m: "Manifest") -> None:
     changed = "all weights"
     if m.changed is not None:
-        changed = f"{number_text(m.changed)} elements changed ({share_text(m.changed, m.elements)})"
+        changed = f"{m.changed:,} elements changed ({share_text(m.changed, m.elements)})"
     fields = {name: getattr(m, name) for name in ("version", "step", "kind", "changed")}
     out.event(
         {**fields, "bytes": m.nbytes, "digest": m.digest.hex},

@@ -10,7 +10,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from deltasync.cli.output import Output, count_text, duration_text, number_text, size_text
+from deltasync.cli.output import Output, count_text, duration_text, size_text
 from deltasync.cli.parser import Parser, require_unused, seconds, seconds_or_off
 from deltasync.cli.service import calling_on_signal, listening, require_address
 from deltasync.errors import EngineError, InvalidInputError
@@ -260,7 +260,7 @@ def move_text(moved: "Advance", *, lag: int | None, lag_s: float | None) -> str:
     behind = "" if not lag else f", {count_text(lag, 'version')} behind"
     # Manifests have whole seconds.
     late = "" if lag_s is None else f", {duration_text(round(lag_s)) if lag_s >= 1 else 'under 1 s'} after its commit"
-    changed = "all weights" if moved.changed is None else f"{number_text(moved.changed)} elements"
+    changed = "all weights" if moved.changed is None else f"{moved.changed:,} elements"
     fetched = "nothing to fetch"
     if moved.edges:
         kinds = dict.fromkeys(moved.edges)

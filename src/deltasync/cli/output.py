@@ -48,14 +48,9 @@ class Column:
     is_name: bool = False
 
 
-def number_text(count: int) -> str:
-    """A whole number with separators: 1,234,567."""
-    return f"{count:,}"
-
-
 def number_column(name: str, *, rank: int = 0) -> Column:
     """A column of whole numbers with separators."""
-    return Column(name, number_text, rank)
+    return Column(name, "{:,}".format, rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from deltasync.cli.output import (
-    Column,
-    Output,
-    bits_text,
-    count_text,
-    duration_text,
-    number_text,
-    share_text,
-    size_text,
-)
+from deltasync.cli.output import Column, Output, bits_text, count_text, duration_text, share_text, size_text
 from deltasync.cli.parser import Parser, positive, seconds
 from deltasync.errors import InvalidInputError
 
@@ -176,7 +167,7 @@ def plan(args: argparse.Namespace, out: Output) -> None:
                 "change": {**asdict(change), "density": change.density},
                 "deployment": asdict(deployment),
                 "step_to_live_s": found.step_to_live_s,
-                "phases_s": asdict(found.phases),
+                "phases_s": found.phases,
                 "held_s": found.held_s,
                 "pause_s": found.pause_s,
                 "versions_per_hour": found.versions_per_hour,
@@ -245,7 +236,7 @@ def _print(out: Output, change: "Change", deployment: "Deployment", found: "Esti
         anchors = f"{size_text(change.anchor_bytes)}, one in {count_text(found.anchor_versions, 'version')}"
     out.fields(
         (
-            ("weights", f"{number_text(change.elements)} elements, {size_text(change.weight_bytes)}"),
+            ("weights", f"{change.elements:,} elements, {size_text(change.weight_bytes)}"),
             (
                 "a step",
                 f"changes {share_text(change.changed, change.elements)}, {size_text(change.delta_bytes)}: "
@@ -282,6 +273,6 @@ def _print(out: Output, change: "Change", deployment: "Deployment", found: "Esti
     out.table(
         "from step to live, what overlaps counted once",
         (Column("phase", is_name=True), Column("seconds", "{:.3f}".format), Column("share", "{:.1f} %".format)),
-        [(name, round(s, 6), round(100 * s / total_s, 3)) for name, s in asdict(found.phases).items()],
+        [(name, round(s, 6), round(100 * s / total_s, 3)) for name, s in found.phases.items()],
     )
     out.line("an estimate from rates measured on two cores, not a measurement: docs/commands.md#plan")

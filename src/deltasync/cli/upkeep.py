@@ -18,7 +18,6 @@ from deltasync.cli.output import (
     Output,
     OutputError,
     count_text,
-    number_text,
     share_text,
     size_text,
     time_text,
@@ -185,7 +184,7 @@ def compact(args: argparse.Namespace, out: Output) -> None:
                 written.append(skip)
                 if args.follow or not out.is_json:
                     changed = skip.changed or 0
-                    elements = f"{number_text(changed)} elements ({share_text(changed, skip.elements)})"
+                    elements = f"{changed:,} elements ({share_text(changed, skip.elements)})"
                     text = f"skip from version {skip.parent} to {skip.version}: {elements}, {size_text(skip.nbytes)}"
                     out.event(to_json(skip), text)
                 if loop.is_stopping:

@@ -38,9 +38,8 @@ from deltasync.parallel import each, threads
 from deltasync.replica.mirror import MappedState
 from deltasync.state import State
 from deltasync.store.local import LocalStore
-from deltasync.trainer.capture import capture, copy_into
+from deltasync.trainer.capture import WeightsSource, capture, copy_into
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
-from deltasync.trainer.source import WeightsSource
 from deltasync.upkeep.restore import restore
 
 LIMIT = 1.5

@@ -23,9 +23,9 @@ from deltasync.feed.route import Route
 from deltasync.state import State
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Data, Store, WrapperStore
+from deltasync.trainer.capture import WeightsSource
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.schedule import AnchorPolicy
-from deltasync.trainer.source import WeightsSource
 
 ROUND_TRIP_S = 0.02
 DENSITY = 0.01

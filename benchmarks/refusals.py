@@ -42,7 +42,7 @@ from deltasync.format.weights import Weights
 from deltasync.kernels import kernels
 from deltasync.state import load
 from deltasync.store import open_store
-from deltasync.trainer.versions import AnchorPayloads
+from deltasync.trainer.versions import put_anchor
 from deltasync.upkeep.verify import verify
 from tests.attacks.bombs import BOMBS, Bomb
 from tests.support.helpers import resealed
@@ -75,9 +75,8 @@ def feed_of(folder: Path) -> tuple[Upload, Manifest]:
     upload.open()
     layout = Layout.of([TensorSpec("w", DTYPES["BF16"], (1000,))])
     weights = Weights(layout, (np.zeros(1000, np.uint16),))
-    payloads = AnchorPayloads(weights, 0)
-    part = payloads.put(upload)
-    digest = payloads.start + part.digest_delta
+    part = put_anchor(upload, weights, 0)
+    digest = layout_digest(layout) + part.digest_delta
     manifest = Manifest("anchor", 0, layout.sha256, digest, 1000, upload.id, 1_700_000_000, payloads=part.payloads)
     upload.commit(manifest)
     return upload, manifest

@@ -16,17 +16,17 @@ from benchmarks.scale_rates import make_states, module_of
 from benchmarks.sections import Section, at_most
 from benchmarks.states import States
 from deltasync import AnchorPolicy, Follower
+from deltasync.blocks import encode_changes
 from deltasync.feed.upload import Upload
 from deltasync.format.weights import Bits, Weights
 from deltasync.state import State
 from deltasync.store.protocol import Store
 from deltasync.torch import ModuleTarget
-from deltasync.trainer.capture import capture
+from deltasync.trainer.capture import WeightsSource, capture
 from deltasync.trainer.group import Group, Message
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.shards import Box, Shards, ShardWeights, chunk
-from deltasync.trainer.source import WeightsSource
-from deltasync.trainer.versions import EncodedChanges, Metadata, VersionWriter
+from deltasync.trainer.versions import Metadata, VersionWriter
 from deltasync.upkeep.verify import verify
 
 LINEAR = 1.1
@@ -236,7 +236,7 @@ def _rank(store: Store, old: Weights, new: Weights, seat: _Seat, ranks: int, cos
             store.reset()
             start.result = time.process_time()
     captured = capture(Weights(shards.local, mine.arrays), Weights(shards.local, arrays))
-    changes = EncodedChanges(mine, captured)
+    changes = partial(encode_changes, mine, captured)
     versions.delta(changes, made, Metadata(), changed=sum(len(each.values) for each in captured) if captured else 0)
 
     with seat.decision("the end", None) as end:

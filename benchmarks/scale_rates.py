@@ -27,9 +27,9 @@ from deltasync.parallel import threads
 from deltasync.state import State
 from deltasync.store.memory import MemoryStore
 from deltasync.torch import ModuleTarget
+from deltasync.trainer.capture import WeightsSource
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
-from deltasync.trainer.source import WeightsSource
-from deltasync.trainer.versions import AnchorPayloads
+from deltasync.trainer.versions import put_anchor
 
 ROUND_TRIP_S = 0.1
 PASSES = ("capture", "encode", "decode", "stage", "pause")
@@ -209,7 +209,7 @@ def _anchor_rates(pipe: Pipeline, repeats: int) -> tuple[float, float]:
     base = Log(pipe.store).read(0)
     for _ in range(repeats):
         since = time.perf_counter()
-        AnchorPayloads(weights, 0).put(Upload(MemoryStore()))
+        put_anchor(Upload(MemoryStore()), weights, 0)
         encode_s.append(time.perf_counter() - since)
         since = time.perf_counter()
         State().advance(Route(Log(pipe.store), base))

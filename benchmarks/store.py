@@ -23,7 +23,7 @@ from benchmarks.report import Row, print_table, say, write_results
 from deltasync.feed.fetch import fetch
 from deltasync.feed.log import Log
 from deltasync.feed.upload import Upload
-from deltasync.format.digest import StateDigest
+from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.weights import Weights
@@ -32,7 +32,7 @@ from deltasync.store import open_store
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Store
 from deltasync.testing.faulty import FaultyStore
-from deltasync.trainer.versions import AnchorPayloads
+from deltasync.trainer.versions import put_anchor
 from tests.support.servers import seaweed
 
 PAYLOAD_BYTES = 64 << 20
@@ -137,9 +137,9 @@ def _anchor(
     calls = [
         Call("plain put", lambda: plain.write(arrays), nbytes),
         Call("plain get", plain.read, nbytes),
-        Call("coding of put", lambda: AnchorPayloads(weights, 0).put(Upload(MemoryStore())), nbytes),
+        Call("coding of put", lambda: put_anchor(Upload(MemoryStore()), weights, 0), nbytes),
         Call("coding of get", lambda: load(aside.log, held), nbytes),
-        Call("put", lambda: AnchorPayloads(weights, 0).put(upload), nbytes, prepare=lambda: _clear(store)),
+        Call("put", lambda: put_anchor(upload, weights, 0), nbytes, prepare=lambda: _clear(store)),
         Call("get", lambda: load(Log(store), manifest), nbytes),
     ]
     if client is not None:
@@ -196,9 +196,9 @@ def _requests() -> list[Row]:
 
 
 def _committed(upload: Upload, weights: Weights) -> Manifest:
-    payloads = AnchorPayloads(weights, 0)
-    part = payloads.put(upload)
-    manifest = replace(_manifest(upload, weights.layout, part.payloads), digest=payloads.start + part.digest_delta)
+    part = put_anchor(upload, weights, 0)
+    digest = layout_digest(weights.layout) + part.digest_delta
+    manifest = replace(_manifest(upload, weights.layout, part.payloads), digest=digest)
     upload.commit(manifest)
     return manifest
 

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from deltasync.store import open_store
     from deltasync.store.protocol import Store
     from deltasync.trainer.checkpoint import publish
-    from deltasync.trainer.events import Publication, PublishEvent
-    from deltasync.trainer.metrics import PublisherMetrics
+    from deltasync.trainer.events import Publication, PublisherMetrics, PublishEvent
     from deltasync.trainer.publisher import PublisherOptions
     from deltasync.trainer.schedule import AnchorPolicy
     from deltasync.upkeep.compact import compact
@@ -139,8 +138,7 @@ _MODULES = {
     "deltasync.store": ("open_store",),
     "deltasync.store.protocol": ("Store",),
     "deltasync.trainer.checkpoint": ("publish",),
-    "deltasync.trainer.events": ("Publication", "PublishEvent"),
-    "deltasync.trainer.metrics": ("PublisherMetrics",),
+    "deltasync.trainer.events": ("Publication", "PublishEvent", "PublisherMetrics"),
     "deltasync.trainer.publisher": ("PublisherOptions",),
     "deltasync.trainer.schedule": ("AnchorPolicy",),
 }

@@ -6,7 +6,7 @@ layout order and cut every `BLOCK_ELEMENTS_MAX` elements; inside such runs a blo
 the same element; the kernels release the GIL.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,15 +33,24 @@ def layout_runs(layout: Layout, *, elements: int = limits.BLOCK_ELEMENTS_MAX) ->
     by_dtype: dict[str, list[int]] = {}
     for ordinal, spec in enumerate(layout.tensors):
         by_dtype.setdefault(spec.dtype.name, []).append(ordinal)
-    return [runs for ordinals in by_dtype.values() for runs in cut_runs(whole_runs(layout, ordinals), elements)]
+    found: list[Runs] = []
+    for ordinals in by_dtype.values():
+        found += cut_runs(whole_runs(layout, ordinals), elements)
+    return found
 
 
 def detect(old: Readable, new: Readable, runs: Runs) -> Iterator[Changes]:
     """The changed elements of `runs`, block by block; blocks without changes are left out."""
-    k, before, after = kernels(), old.region(runs), new.region(runs)
+    return detect_by(kernels().detect, old.region(runs), new.region(runs), runs)
+
+
+def detect_by(
+    find: Callable[..., tuple[Any, Bits, int]], before: Region, after: Region, runs: Runs
+) -> Iterator[Changes]:
+    """The same by any function of the kernels that compares two regions, those of `runs`."""
     start, elements = 0, before.elements
     while start < elements:
-        positions, values, stop = k.detect(
+        positions, values, stop = find(
             before, after, start, cell=limits.CELL_ELEMENTS, enough=limits.BLOCK_CHANGES_SOFT
         )
         if len(positions):
@@ -156,9 +165,9 @@ def _coo_blocks(old: Weights, new: Weights, tensor: Runs) -> list[Block]:
     return [] if block is None else [block]
 
 
-def encode_changes(old: Weights, changes: Iterable[Changes]) -> Generator[Block, None, None]:
+def encode_changes(old: Weights, changes: Iterable[Changes]) -> Iterator[Block]:
     """The same blocks from changes that are already cut as `detect` cuts them: one block for each, as it is encoded."""
-    yield from each(partial(_encode_block, old), changes)
+    return each(partial(_encode_block, old), changes)
 
 
 def _smallest(layout: Layout, block: Block, new: Callable[[], Region]) -> Block:

@@ -7,7 +7,6 @@ which a TCP connection becomes fast, retries, and everything else that uses the 
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -17,8 +16,7 @@ from deltasync.checkpoint import open_checkpoint
 from deltasync.codecs import planes
 from deltasync.errors import InvalidInputError
 from deltasync.format import limits
-from deltasync.format.digest import StateDigest
-from deltasync.format.payload import PayloadHeader, payload_chunks
+from deltasync.oneshot import diff, inspect
 from deltasync.parallel import Progress, counting, each
 from deltasync.replica.loop import poll_pause_s
 from deltasync.trainer.schedule import AnchorPolicy
@@ -152,14 +150,8 @@ class Change:
 
         MismatchError names the first tensor whose name, type or shape differs.
         """
-        before, after = open_checkpoint(old).weights, open_checkpoint(new).weights
-        layout = after.layout
-        before.layout.require_equal(layout, ours=str(old), theirs=str(new))
-        total = layout.elements
-        delta = blocks.encode_delta(before, after, on_progress=counting(progress, "encode", total))
-        # As if the parent had the digest 0: all digests have the same size.
-        digest = sum((block.digest for block in delta), StateDigest.ZERO)
-        header = PayloadHeader("delta", layout, StateDigest.ZERO, digest)
+        delta = inspect(diff(old, new, progress=progress))
+        after, layout, total = open_checkpoint(new).weights, delta.layout, delta.layout.elements
         count, anchor_bytes = counting(progress, "anchor", total), 0
         all_runs = blocks.layout_runs(layout, elements=limits.PLANES_ELEMENTS)
         for block in each(lambda runs: planes.encode(after, runs), all_runs):
@@ -169,8 +161,8 @@ class Change:
         return cls(
             elements=total,
             weight_bytes=layout.nbytes,
-            changed=sum(block.changed for block in delta),
-            delta_bytes=sum(len(chunk) for chunk in payload_chunks(header, delta)) if delta else 0,
+            changed=delta.changed,
+            delta_bytes=delta.nbytes if delta.changed else 0,
             anchor_bytes=anchor_bytes,
         )
 
@@ -182,7 +174,9 @@ class Change:
 
 def bits_per_change(density: float) -> float:
     """Bits for each changed element: between measured densities by a straight line over their logarithm."""
-    return _between(_DENSITIES, density)
+    density = min(max(density, _DENSITIES[0][0]), _DENSITIES[-1][0])
+    (x0, y0), (x1, y1) = next(pair for pair in pairwise(_DENSITIES) if density <= pair[1][0])
+    return y0 + (y1 - y0) * math.log(density / x0) / math.log(x1 / x0)
 
 
 def density_at(learning_rate: float) -> float:
@@ -196,15 +190,6 @@ def density_at(learning_rate: float) -> float:
     (x0, y0), (x1, y1) = _LEARNING_RATES
     # A power law through both: it may leave the range by a little.
     return float(y0 * (learning_rate / x0) ** (math.log(y1 / y0) / math.log(x1 / x0)))
-
-
-def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at `x`, on straight lines over log(x); outside it is that of the first or the last point."""
-    x = min(max(x, points[0][0]), points[-1][0])
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x <= x1:
-            return y0 + (y1 - y0) * math.log(x / x0) / math.log(x1 / x0)
-    return points[-1][1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,20 +286,9 @@ class Traffic:
 
     up_bytes: float
     down_bytes: float
-    versions_per_hour: float
-    egress_usd_per_gb: float
-
-    @property
-    def up_bytes_per_hour(self) -> float:
-        return self.up_bytes * self.versions_per_hour
-
-    @property
-    def down_bytes_per_hour(self) -> float:
-        return self.down_bytes * self.versions_per_hour
-
-    @property
-    def egress_usd_per_hour(self) -> float:
-        return self.down_bytes_per_hour / 1e9 * self.egress_usd_per_gb
+    up_bytes_per_hour: float
+    down_bytes_per_hour: float
+    egress_usd_per_hour: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +304,7 @@ class Estimate:
     phases: Phases
     traffic: Traffic
     copy_traffic: Traffic
+    versions_per_hour: float
     copy_step_to_live_s: float
     copy_every_s: float
     publish_every_s: float
@@ -398,17 +373,20 @@ def estimate(change: Change, deployment: Deployment, rates: Rates = MEASURED) ->
     up_bytes = change.delta_bytes + (0.0 if every is None else change.anchor_bytes / every)
 
     def traffic(up: float, down: float) -> Traffic:
+        down_per_hour = down * d.replicas * versions_per_hour
         return Traffic(
             up_bytes=up,
             down_bytes=down * d.replicas,
-            versions_per_hour=versions_per_hour,
-            egress_usd_per_gb=d.egress_usd_per_gb,
+            up_bytes_per_hour=up * versions_per_hour,
+            down_bytes_per_hour=down_per_hour,
+            egress_usd_per_hour=down_per_hour / 1e9 * d.egress_usd_per_gb,
         )
 
     return Estimate(
         phases=phases,
         traffic=traffic(up_bytes, change.delta_bytes),
         copy_traffic=traffic(change.weight_bytes, change.weight_bytes),
+        versions_per_hour=versions_per_hour,
         copy_step_to_live_s=sum(copy_s),
         copy_every_s=max(copy_s),
         publish_every_s=publish_s,

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -271,55 +271,47 @@ class VersionTracer:
 
         `began_unix_s` is earlier than the first phase if something waited before it. An error is logged.
         """
-        with _logging_errors():
-            self._record(name, event, end_unix_s, began_unix_s, attributes)
-
-    def _record(
-        self, name: str, event: Any, end_unix_s: float, began_unix_s: float | None, attributes: dict[str, Any]
-    ) -> None:
         api = sys.modules.get("opentelemetry.trace")
         if api is None:
             return
-        provider = api.get_tracer_provider()
-        if isinstance(provider, api.NoOpTracerProvider | api.ProxyTracerProvider) or (feed := self._id()) is None:
-            return
-        tracer = provider.get_tracer("deltasync")
-        version, phases = event.version, phases_of(event)
-        attributes |= {how.span: value for how, _, value in _walk(event) if how.span is not None}
-        known = _hash(feed, version)
-        parent = api.SpanContext(
-            trace_id=trace_id(feed, version),
-            span_id=int.from_bytes(known[16:24]) or 1,
-            is_remote=True,
-            trace_flags=api.TraceFlags(api.TraceFlags.SAMPLED),
-        )
-        end_ns, durations_ns = _ns(end_unix_s), [_ns(seconds) for seconds in phases.values()]
-        start_ns = end_ns - sum(durations_ns)
-        outer = tracer.start_span(
-            f"deltasync.{name}",
-            context=api.set_span_in_context(api.NonRecordingSpan(parent)),
-            start_time=start_ns if began_unix_s is None else min(_ns(began_unix_s), start_ns),
-            attributes={
-                "deltasync.feed": feed,
-                "deltasync.version": version,
-                **{f"deltasync.{key}": value for key, value in attributes.items() if value is not None},
-            },
-        )
-        inside = api.set_span_in_context(outer)
-        for phase, duration_ns in zip(phases, durations_ns, strict=True):
-            span = tracer.start_span(f"deltasync.{name}.{phase}", context=inside, start_time=start_ns)
-            start_ns += duration_ns
-            span.end(end_time=start_ns)
-        outer.end(end_time=end_ns)
-
-    def _id(self) -> str | None:
-        if self._feed is None:
-            try:
-                self._feed = self._read_feed()
-            except DeltasyncError:
-                # The next version tries again: nothing may depend on a trace.
-                return None
-        return self._feed
+        with _logging_errors():
+            provider = api.get_tracer_provider()
+            if isinstance(provider, api.NoOpTracerProvider | api.ProxyTracerProvider):
+                return
+            if self._feed is None:
+                # Where it cannot be read the next version tries again: nothing may depend on a trace.
+                with suppress(DeltasyncError):
+                    self._feed = self._read_feed()
+            if (feed := self._feed) is None:
+                return
+            tracer = provider.get_tracer("deltasync")
+            version, phases = event.version, phases_of(event)
+            attributes |= {how.span: value for how, _, value in _walk(event) if how.span is not None}
+            known = _hash(feed, version)
+            parent = api.SpanContext(
+                trace_id=trace_id(feed, version),
+                span_id=int.from_bytes(known[16:24]) or 1,
+                is_remote=True,
+                trace_flags=api.TraceFlags(api.TraceFlags.SAMPLED),
+            )
+            end_ns, durations_ns = _ns(end_unix_s), [_ns(seconds) for seconds in phases.values()]
+            start_ns = end_ns - sum(durations_ns)
+            outer = tracer.start_span(
+                f"deltasync.{name}",
+                context=api.set_span_in_context(api.NonRecordingSpan(parent)),
+                start_time=start_ns if began_unix_s is None else min(_ns(began_unix_s), start_ns),
+                attributes={
+                    "deltasync.feed": feed,
+                    "deltasync.version": version,
+                    **{f"deltasync.{key}": value for key, value in attributes.items() if value is not None},
+                },
+            )
+            inside = api.set_span_in_context(outer)
+            for phase, duration_ns in zip(phases, durations_ns, strict=True):
+                span = tracer.start_span(f"deltasync.{name}.{phase}", context=inside, start_time=start_ns)
+                start_ns += duration_ns
+                span.end(end_time=start_ns)
+            outer.end(end_time=end_ns)
 
 
 def _hash(feed: str, version: int) -> bytes:

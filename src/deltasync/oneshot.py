@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,13 @@ def apply(
             _require_parent(before, payload.header, old, progress)
             after = Weights(before.layout, tuple(array.copy() for array in before.arrays))
             _decode_into(after, before, payload, progress)
-            return _arrays(after, old)
+            if isinstance(old, Mapping):
+                bits = {spec.name: array for spec, array in zip(after.layout.tensors, after.arrays, strict=True)}
+                return {name: bits[name].view(array.dtype).reshape(array.shape) for name, array in old.items()}
+            return {
+                spec.name: array.view(_numpy_dtype(spec)).reshape(spec.shape)
+                for spec, array in zip(after.layout.tensors, after.arrays, strict=True)
+            }
         if isinstance(old, Mapping):
             raise InvalidInputError("with `out`, the old state must be a checkpoint path", hint="leave out `out`")
         checkpoint = open_checkpoint(old)
@@ -167,19 +173,6 @@ def _weights_of(state: State, role: str) -> Weights:
 
 def _called(state: State, role: str) -> str:
     return f"the {role} state" if isinstance(state, Mapping) else f"{os.fspath(state)}"
-
-
-def _arrays(weights: Weights, old: State) -> dict[str, np.ndarray]:
-    """Arrays of the original shapes: of the types and in the order of the dict `old`, or of types that NumPy has."""
-    ordinals = weights.layout.ordinals
-    if isinstance(old, Mapping):
-        return {
-            name: weights.arrays[ordinals[name]].view(array.dtype).reshape(array.shape) for name, array in old.items()
-        }
-    return {
-        spec.name: bits.view(_numpy_dtype(spec)).reshape(spec.shape)
-        for spec, bits in zip(weights.layout.tensors, weights.arrays, strict=True)
-    }
 
 
 def _numpy_dtype(spec: TensorSpec) -> np.dtype[Any]:
@@ -304,19 +297,52 @@ def inspect(payload: Delta, *, old: State | None = None, progress: Progress | No
     with open_payload(payload) as opened:
         header, infos = opened.header, opened.block_infos
         counts = None if old is None else _count_changes(opened, old, progress)
-    tensors = _tensors(header.layout, infos)
-    if counts is not None:
-        tensors = tuple(replace(t, changed=count) for t, count in zip(tensors, counts, strict=True))
+    layout = header.layout
+    by_codec: dict[str, list[BlockInfo]] = {}
+    block_counts = [0] * len(layout.tensors)
+    blocks_found = []
+    for info in infos:
+        by_codec.setdefault(info.codec, []).append(info)
+        touched = np.unique(info.runs[:, 0]).tolist()
+        for ordinal in touched:
+            block_counts[ordinal] += 1
+        first = (layout.tensors[int(info.runs[0, 0])].name, int(info.runs[0, 1]))
+        blocks_found.append(BlockSummary(info.codec, first, len(touched), info.elements, info.changed, info.nbytes))
+    changed = _changed_by([spec.name for spec in layout.tensors], infos, counts)
+    names = [layer_name(spec.name) for spec in layout.tensors]
+    changed_layers = _changed_by(names, infos, counts)
+    sizes: dict[str, list[int]] = {}
+    for spec, name in zip(layout.tensors, names, strict=True):
+        sizes.setdefault(name, []).append(spec.elements)
+
+    def by_number(name: str) -> list[tuple[bool, int, str]]:
+        return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
+
     return Inspection(
         kind=header.kind,
-        layout=header.layout,
+        layout=layout,
         parent_digest=header.parent_digest,
         digest=header.digest,
         nbytes=opened.nbytes,
-        codecs=_codecs(infos),
-        blocks=tuple(_block(header.layout, info) for info in infos),
-        tensors=tensors,
-        layers=_layers(header.layout, infos, counts),
+        codecs=tuple(
+            CodecSummary(
+                codec,
+                len(group),
+                sum(i.elements for i in group),
+                sum(i.changed for i in group),
+                sum(i.nbytes for i in group),
+            )
+            for codec, group in sorted(by_codec.items())
+        ),
+        blocks=tuple(blocks_found),
+        tensors=tuple(
+            TensorSummary(spec, count, changed[spec.name])
+            for spec, count in zip(layout.tensors, block_counts, strict=True)
+        ),
+        layers=tuple(
+            LayerSummary(name, len(sizes[name]), sum(sizes[name]), changed_layers[name])
+            for name in sorted(sizes, key=by_number)
+        ),
     )
 
 
@@ -340,65 +366,25 @@ def _count_changes(payload: Payload, old: State, progress: Progress | None) -> l
     return counts
 
 
-def _layers(layout: Layout, infos: Sequence[BlockInfo], counts: Sequence[int] | None) -> tuple[LayerSummary, ...]:
-    """The layers in the order of their numbers; `counts` are the changes of each tensor, if they are known."""
-    ordinals: dict[str, list[int]] = {}
-    for ordinal, spec in enumerate(layout.tensors):
-        ordinals.setdefault(layer_name(spec.name), []).append(ordinal)
-    changed: dict[str, int | None] = dict.fromkeys(ordinals, 0)
+def _changed_by(
+    groups: Sequence[str], infos: Sequence[BlockInfo], counts: Sequence[int] | None
+) -> dict[str, int | None]:
+    """The changes of each group of tensors: `groups` has that of each tensor, `counts` the changes, if they are known.
+
+    Without counts, None where a block has changes and elements of several groups.
+    """
+    changed: dict[str, int | None] = dict.fromkeys(groups, 0)
     if counts is not None:
-        changed = {name: sum(counts[i] for i in group) for name, group in ordinals.items()}
-    else:
-        for info in infos:
-            touched = {layer_name(layout.tensors[i].name) for i in set(info.runs[:, 0].tolist())}
-            for name in touched:
-                before = changed[name]
-                is_known = before is not None and (len(touched) == 1 or info.changed == 0)
-                changed[name] = before + info.changed if before is not None and is_known else None
-
-    def order(name: str) -> list[tuple[bool, int, str]]:
-        return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
-
-    return tuple(
-        LayerSummary(name, len(group), sum(layout.tensors[i].elements for i in group), changed[name])
-        for name, group in sorted(ordinals.items(), key=lambda item: order(item[0]))
-    )
-
-
-def _codecs(infos: Sequence[BlockInfo]) -> tuple[CodecSummary, ...]:
-    by_codec: dict[str, list[BlockInfo]] = {}
+        for name, count in zip(groups, counts, strict=True):
+            changed[name] = (changed[name] or 0) + count
+        return changed
     for info in infos:
-        by_codec.setdefault(info.codec, []).append(info)
-    return tuple(
-        CodecSummary(
-            codec,
-            len(group),
-            sum(i.elements for i in group),
-            sum(i.changed for i in group),
-            sum(i.nbytes for i in group),
-        )
-        for codec, group in sorted(by_codec.items())
-    )
-
-
-def _block(layout: Layout, info: BlockInfo) -> BlockSummary:
-    ordinal, start, _ = info.runs[0].tolist()
-    touched = len(set(info.runs[:, 0].tolist()))
-    first = (layout.tensors[ordinal].name, start)
-    return BlockSummary(info.codec, first, touched, info.elements, info.changed, info.nbytes)
-
-
-def _tensors(layout: Layout, infos: Sequence[BlockInfo]) -> tuple[TensorSummary, ...]:
-    counts: list[int] = [0] * len(layout.tensors)
-    changed: list[int | None] = [0] * len(layout.tensors)
-    for info in infos:
-        touched = set(info.runs[:, 0].tolist())
-        for ordinal in touched:
-            counts[ordinal] += 1
-            before = changed[ordinal]
-            shared = before is None or (len(touched) > 1 and info.changed > 0)
-            changed[ordinal] = None if shared or before is None else before + info.changed
-    return tuple(TensorSummary(*row) for row in zip(layout.tensors, counts, changed, strict=True))
+        touched = {groups[ordinal] for ordinal in info.runs[:, 0].tolist()}
+        for name in touched:
+            before = changed[name]
+            is_known = before is not None and (len(touched) == 1 or info.changed == 0)
+            changed[name] = before + info.changed if before is not None and is_known else None
+    return changed
 
 
 def _counts(summary: CodecSummary | BlockSummary) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class ProcessBound(Closable):
 
     def _require_here(self) -> None:
         """InvalidInputError in any other process than the one that created it."""
-        if not self._is_here():
+        if os.getpid() != self._pid:
             name = type(self).__name__
             raise InvalidInputError(
                 f"this {name} was created in process {self._pid} and is used in a fork of it, where its threads do not "

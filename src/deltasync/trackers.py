@@ -56,25 +56,21 @@ def to_mlflow(client: Any, *, run_id: str) -> Observer:
     A client is needed, as MLflow's active run is that of a thread.
     """
     _require(client, "log_metric", what="a MlflowClient")
-
-    def observe(event: PublishEvent | Advance) -> None:
-        metrics = event_metrics(event)
-        step = int(metrics.pop(f"{PREFIX}version"))
-        for name, value in metrics.items():
-            client.log_metric(run_id, name, value, step=step)
-
-    return observe
+    return _by_version(lambda name, value, step: client.log_metric(run_id, name, value, step=step))
 
 
 def to_tensorboard(writer: Any) -> Observer:
     """Log to a SummaryWriter, with the version as the step."""
     _require(writer, "add_scalar", what="a SummaryWriter")
+    return _by_version(writer.add_scalar)
 
+
+def _by_version(log: Callable[[str, float, int], object]) -> Observer:
     def observe(event: PublishEvent | Advance) -> None:
         metrics = event_metrics(event)
         step = int(metrics.pop(f"{PREFIX}version"))
         for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+            log(name, value, step)
 
     return observe
 

@@ -133,7 +133,10 @@ def _require_own_weights(base: torch.nn.Module, targets: Mapping[str, torch.nn.M
     owners: dict[int, tuple[str | None, str]] = {}
     for name, tensor in base.state_dict().items():
         owner = _owner(name, targets)
-        if tensor.numel() == 0 or (owner is not None and not _is_base(name.removeprefix(f"{owner}."))):
+        # Inside a target, only tensors of the model that it was made from.
+        parts = name.removeprefix(f"{owner}.").split(".")
+        is_added = owner is not None and {"base_layer", "original_module"}.isdisjoint(parts)
+        if tensor.numel() == 0 or is_added:
             continue
         first, first_name = owners.setdefault(tensor.data_ptr(), (owner, name))
         if first != owner:
@@ -142,11 +145,6 @@ def _require_own_weights(base: torch.nn.Module, targets: Mapping[str, torch.nn.M
                 "they cannot be merged one by one",
                 hint='use what="adapter", or untie them',
             )
-
-
-def _is_base(name: str) -> bool:
-    """Whether a tensor inside a target is of the model that it was made from."""
-    return not {"base_layer", "original_module"}.isdisjoint(name.split("."))
 
 
 What = Literal["model", "adapter", "merged"]
@@ -211,7 +209,13 @@ class DeltasyncCallback(TrainerCallback):
         files |= saved_files(kwargs.get("processing_class"))
         options = replace(self._options, files={**files, **self._options.files, **self._files})
         if is_sharded:
-            _require_own_names(module, self._what)
+            if self._what != "model" or _is_converted(module):
+                # The tensors to publish are made of shards, instead of being them.
+                raise InvalidInputError(
+                    f"{self._what!r} weights of {type(module).__name__} have to be computed from shards, which is not "
+                    "supported",
+                    hint="train without FSDP, or publish with deltasync.torch.ShardedPublisher what each rank has",
+                )
             sharded = ShardedPublisher(self._feed, dtype=self._dtype, options=options)
             self._publisher, self._send = sharded, lambda step: sharded.publish(module, step=step)
         else:
@@ -306,12 +310,3 @@ def _is_sharded(module: torch.nn.Module) -> bool:
             f"the weights are sharded by DeepSpeed ({by_deepspeed[0]})", hint="use FSDP2, or ZeRO up to stage 2"
         )
     return any(isinstance(p, DTensor) for p in module.parameters())
-
-
-def _require_own_names(module: torch.nn.Module, what: What) -> None:
-    """InvalidInputError if the tensors to publish are made of shards, instead of being them."""
-    if what != "model" or _is_converted(module):
-        raise InvalidInputError(
-            f"{what!r} weights of {type(module).__name__} have to be computed from shards, which is not supported",
-            hint="train without FSDP, or publish with deltasync.torch.ShardedPublisher what each rank has",
-        )

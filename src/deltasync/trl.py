@@ -12,10 +12,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -53,7 +52,13 @@ def wait_for_replicas(
         message, hint = None, _CHECK
         try:
             live = reader.serving(live_s=live_s, clock=clock)
-            message, hint = _missing(live, version, replicas), _CHECK if len(live) >= replicas else _START
+            behind = [f"{name!r:.80} serves version {served}" for name, served in live.items() if served < version]
+            more = f" and {len(behind) - 3} others" if len(behind) > 3 else ""
+            if len(live) < replicas:
+                message = f"{len(live)} live replicas serve a version, at least {replicas} are required"
+                hint = _START
+            elif behind:
+                message = ", ".join(behind[:3]) + more
         except StoreError as error:
             if not error.transient:
                 raise
@@ -71,40 +76,23 @@ def wait_for_replicas(
         pause_s = min(2 * pause_s, _POLL_MOST_S)
 
 
-def _missing(live: Mapping[str, int], version: int, replicas: int) -> str | None:
-    """A description of what is still missing; None if nothing is."""
-    if len(live) < replicas:
-        return f"{len(live)} live replicas serve a version, at least {replicas} are required"
-    behind = [f"{replica!r:.80} serves version {served}" for replica, served in live.items() if served < version]
-    more = f" and {len(behind) - 3} others" if len(behind) > 3 else ""
-    return ", ".join(behind[:3]) + more if behind else None
-
-
 _LABEL_POLL_S = 0.5
 _COUNTS_KEPT = 4096
 """Syncs whose versions are kept: far more than the age of any sample."""
 
 
-class RolloutWorker(Protocol):
-    """The part of TRL that makes samples, and labels them with the model version that it was given last."""
-
-    def update_model_version(self, model_version: int) -> None: ...
-
-
-class TrainerState(Protocol):
-    """The step of a trainer."""
-
-    global_step: int
-
-
 class AsyncTrainer(Protocol):
-    """The two attributes of TRL's trainer that a transfer reads."""
+    """The two attributes of TRL's trainer that a transfer reads.
+
+    The state has the step. The worker, which only TRL's main process has, makes samples, and labels them with the model
+    version that it was given last.
+    """
 
     @property
-    def state(self) -> TrainerState: ...
+    def state(self) -> Any: ...
 
     @property
-    def rollout_worker(self) -> RolloutWorker | None: ...
+    def rollout_worker(self) -> Any: ...
 
 
 class DeltasyncTransfer:
@@ -145,7 +133,8 @@ class DeltasyncTransfer:
         self._require_replicas = require_replicas
         self._timeout_s = timeout_s
         self._live_s = live_s
-        self._opened: _OpenFeed | None = None
+        self._opened: tuple[FeedReader, Publisher] | None = None
+        self._resources = ExitStack()
         self._sent: deque[Publication] = deque(maxlen=max_lag + 1)
         self._counts: deque[tuple[int, Publication]] = deque(maxlen=_COUNTS_KEPT)
         self._is_reported = False
@@ -161,11 +150,10 @@ class DeltasyncTransfer:
         self._step = lambda: trainer.state.global_step
         worker = trainer.rollout_worker
         if worker is None:
-            # Only TRL's main process has a worker.
             return
         self._labels = _Labels(worker.update_model_version, self._served, wait_for_first=self._require_replicas > 0)
         # On this instance alone: TRL treats its own class of workers specially, so a wrapper would not do.
-        worker.update_model_version = self._update_label  # type: ignore[method-assign]
+        worker.update_model_version = self._update_label
 
     def count_of(self, version: int) -> int:
         """TRL's number for a version of the feed: its count of syncs; 0 for weights from before the first one.
@@ -179,19 +167,20 @@ class DeltasyncTransfer:
 
     def init_weight_transfer(self) -> None:
         """Open the store, and read from it once: a wrong URL or account is an error before training begins."""
-        self._open().reader.head()
+        reader, _ = self._open()
+        reader.head()
 
     def pause(self) -> None:
         """Do nothing: replicas decide themselves when to swap weights."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish these weights, then wait for replicas that are too far behind."""
-        feed = self._open()
+        reader, publisher = self._open()
         is_first = not self._sent
-        self._sent.append(feed.publisher.publish(iterator, step=self._step()))
+        self._sent.append(publisher.publish(iterator, step=self._step()))
         if len(self._sent) == self._sent.maxlen or (is_first and self._require_replicas > 0):
             wait_for_replicas(
-                feed.reader,
+                reader,
                 self._oldest_version(),
                 replicas=self._require_replicas,
                 timeout_s=self._timeout_s,
@@ -207,8 +196,8 @@ class DeltasyncTransfer:
             self._labels.stop()
         if self._opened is None:
             return
-        feed, self._opened = self._opened, None
-        feed.resources.close()
+        self._opened = None
+        self._resources.close()
         last = self._sent[-1] if self._sent and not self._is_reported else None
         self._sent.clear()
         self._is_reported = False
@@ -218,12 +207,12 @@ class DeltasyncTransfer:
             except DeltasyncError as error:
                 raise self._stopping(last, error) from None
 
-    def _open(self) -> "_OpenFeed":
+    def _open(self) -> tuple[FeedReader, Publisher]:
         if self._opened is None:
-            resources = ExitStack()
-            reader = resources.enter_context(FeedReader(self._feed))
-            publisher = resources.enter_context(Publisher(self._feed, dtype=self._dtype, options=self._options))
-            self._opened = _OpenFeed(reader, publisher, resources)
+            self._resources = ExitStack()
+            reader = self._resources.enter_context(FeedReader(self._feed))
+            publisher = self._resources.enter_context(Publisher(self._feed, dtype=self._dtype, options=self._options))
+            self._opened = reader, publisher
         return self._opened
 
     def _oldest_version(self) -> int:
@@ -244,8 +233,8 @@ class DeltasyncTransfer:
 
     def _served(self) -> int | None:
         """The version that all live replicas have reached; None if there is none."""
-        feed = self._opened
-        live = {} if feed is None else feed.reader.serving(live_s=self._live_s)
+        opened = self._opened
+        live = {} if opened is None else opened[0].serving(live_s=self._live_s)
         return min(live.values(), default=None)
 
     def _update_label(self, model_version: int) -> None:
@@ -254,15 +243,6 @@ class DeltasyncTransfer:
             self._counts.append((model_version, self._sent[-1]))
         if self._labels is not None:
             self._labels.sent(model_version, self._sent[-1] if self._sent else None)
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenFeed:
-    """A feed that is written to and whose heartbeats are read; `resources` closes it."""
-
-    reader: FeedReader
-    publisher: Publisher
-    resources: ExitStack
 
 
 class _Labels:
@@ -312,25 +292,27 @@ class _Labels:
                 self._changed.wait_for(lambda: self._is_stopped or bool(self._waiting))
                 if self._is_stopped:
                     return
-            self._poll()
+            try:
+                served = self._served()
+            except DeltasyncError as error:
+                logger.warning("the heartbeats cannot be read, samples keep their old label: %s", error)
+            else:
+                self._confirm(served)
             with self._changed:
                 self._changed.wait_for(lambda: self._is_stopped or not self._waiting, _LABEL_POLL_S)
 
-    def _poll(self) -> None:
-        try:
-            served = self._served()
-        except DeltasyncError as error:
-            logger.warning("the heartbeats cannot be read, samples keep their old label: %s", error)
-            return
+    def _confirm(self, served: int | None) -> None:
+        """Pass on the last label that replicas have reached, given the version that all live ones serve."""
+
+        def is_confirmed(version: int | None) -> bool:
+            if served is None:
+                return not self._wait_for_first
+            return version is not None and version <= served
+
         with self._changed:
             # Not only the first: a publication that failed has no version, and is part of a later one.
-            confirmed = [i for i, (_, sent) in enumerate(self._waiting) if self._is_confirmed(sent.version, served)]
+            confirmed = [i for i, (_, sent) in enumerate(self._waiting) if is_confirmed(sent.version)]
             for _ in range(confirmed[-1] if confirmed else 0):
                 self._waiting.popleft()
             if confirmed:
                 self._update(self._waiting.popleft()[0])
-
-    def _is_confirmed(self, version: int | None, served: int | None) -> bool:
-        if served is None:
-            return not self._wait_for_first
-        return version is not None and version <= served

@@ -22,8 +22,7 @@ from deltasync.format.weights import Weights
 from deltasync.replica.events import follower_metrics
 from deltasync.replica.folder import HookStatus
 from deltasync.store.memory import MemoryStore
-from deltasync.trainer.events import PublishEvent
-from deltasync.trainer.metrics import PublisherMetrics
+from deltasync.trainer.events import PublisherMetrics, PublishEvent
 from deltasync.upkeep.compact import Compactor
 from deltasync.upkeep.metrics import upkeep_metrics
 from deltasync.upkeep.prune import Retention

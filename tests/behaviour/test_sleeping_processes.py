@@ -1,6 +1,7 @@
 """A pruner or a publisher that sleeps for days at any point loses no committed version. All clocks are simulated."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from support import LONG_S
 from support.feeds import Feed, SpyStore, publish, publisher, put_anchor
 from support.helpers import state
 
+from deltasync.blocks import encode_changes
 from deltasync.errors import StoreError
 from deltasync.feed.log import Log
 from deltasync.feed.upload import Upload
@@ -18,7 +20,7 @@ from deltasync.store.probe import probe_clock
 from deltasync.store.protocol import Data, ObjectInfo
 from deltasync.trainer import versions
 from deltasync.trainer.capture import capture
-from deltasync.trainer.versions import EncodedChanges, Metadata, VersionWriter
+from deltasync.trainer.versions import Metadata, VersionWriter
 from deltasync.upkeep.prune import ORPHAN_S, Retention, plan_prune, prune
 from deltasync.upkeep.verify import verify
 
@@ -176,7 +178,7 @@ class Trainer:
             array.reshape(-1)[:1] ^= array.dtype.type(1)
         new = Weights(self.weights.layout, tuple(arrays))
         assert self.head is not None
-        blocks = EncodedChanges(self.weights, capture(self.weights, new))
+        blocks = partial(encode_changes, self.weights, capture(self.weights, new))
         self.head = self.versions.delta(blocks, self.head, Metadata()).manifest
         self.weights = new
 

@@ -12,8 +12,8 @@ from support.feeds import nth
 
 from deltasync import AnchorPolicy, PublisherMetrics, PublisherOptions, Retention, open_store
 from deltasync.format.weights import Weights
+from deltasync.trainer.capture import WeightsSource
 from deltasync.trainer.publisher import FeedPublisher
-from deltasync.trainer.source import WeightsSource
 
 RETENTION = Retention(anchors=2, versions=20, every_s=1.0)
 ANCHOR_EVERY = 12

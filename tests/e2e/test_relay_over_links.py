@@ -26,8 +26,8 @@ from deltasync.format import keys
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.weights import Weights
 from deltasync.store.protocol import Store
+from deltasync.trainer.capture import WeightsSource
 from deltasync.trainer.publisher import FeedPublisher
-from deltasync.trainer.source import WeightsSource
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.long]
 

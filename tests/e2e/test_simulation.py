@@ -13,7 +13,7 @@ from support import processes, repeats
 
 pytestmark = pytest.mark.e2e
 
-SEEDS = repeats(1_000, soak=10_000)
+SEEDS = repeats(500, soak=10_000)
 CHUNKS = 10
 TESTS = Path(__file__).parents[1]
 

@@ -31,7 +31,7 @@ from deltasync.format.sealed import Heartbeat
 from deltasync.format.weights import Weights
 from deltasync.replica.events import Seconds
 from deltasync.store.local import LocalStore
-from deltasync.ui.index import read_version
+from deltasync.ui.index import version_json
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Request, Response, Route
@@ -277,8 +277,8 @@ def test_the_heat_map_of_a_version(browser: "Browser", run: Run, axe: str) -> No
         page.select_option("#measure", "bits")
         assert violations(page, axe) == []
         # How far weights moved: as the tables of the blocks say it, for every cell that changed.
-        detail = read_version(run.log, 23)
-        single = detail.steps[0] / sum(detail.steps)
+        steps = version_json(run.log, 23)["steps"]
+        single = steps[0] / sum(steps)
         assert f"1: {100 * single:.1f}"[:4] in page.locator("dl.facts").inner_text()
         for measure, wanted in (("steps", r"[0-9.]+\s?%"), ("ulps", r"[0-9,]+")):
             page.select_option("#measure", measure)

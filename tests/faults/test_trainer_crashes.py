@@ -80,14 +80,14 @@ def test_an_error_at_every_operation(kind: Any, is_transient: bool) -> None:
     """The trainer goes on after each error, as a loop would that only logs it."""
     counting = FaultyStore(MemoryStore())
     train(counting, 0, STEPS)
-    last = STEPS + len(counting.operations) // 2
     for number in range(1, len(counting.operations) + 1):
         inner = MemoryStore()
         store = FaultyStore(inner, at(number, Fault(kind, transient=is_transient)))
         to = publisher(store, wait=True)
-        failed = 0
-        # Longer than the run that was counted: the anchor's operations may come late, and the fault with them.
-        for step in range(last + 1):
+        failed, step, is_last = 0, -1, False
+        # The last step begins after the fault, which comes late if the anchor's operations do.
+        while not is_last:
+            step, is_last = step + 1, step >= STEPS and len(store.operations) >= number
             try:
                 publish(to, step, anchor=step == 2).wait(LONG_S)
             except StoreError:
@@ -95,5 +95,5 @@ def test_an_error_at_every_operation(kind: Any, is_transient: bool) -> None:
         to.close()
         assert failed <= (0 if is_transient else 1)
         steps = steps_of(inner)
-        assert list(steps.values())[-1] == last
+        assert list(steps.values())[-1] == step
         require_steps(inner, steps)

@@ -378,7 +378,7 @@ def made(fixed: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parser is made once, nothing has to survive a power cut, and no command gives up on a busy machine."""
-    monkeypatch.setattr(cli, "build_parser", PARSER)
+    monkeypatch.setattr(cli, "build_parser", lambda given=None: PARSER())
     monkeypatch.setattr(os, "fsync", lambda file: None)
     monkeypatch.setattr(LocalStore, "create", CREATE)
     monkeypatch.setattr(folders, "_ONCE_SETTLES", LONG_S / SETTLE_S)

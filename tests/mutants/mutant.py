@@ -2,6 +2,7 @@
 
 import ast
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -43,13 +44,13 @@ class Mutant:
 
     def missing_killers(self, root: Path) -> list[str]:
         """The killers that are no tests any more."""
-        return [killer for killer in self.killers if not _is_test(root, killer)]
+        split = {killer: killer.partition("[")[0].partition("::") for killer in self.killers}
+        return [killer for killer, (path, _, name) in split.items() if name not in _tests_of(root / path)]
 
 
-def _is_test(root: Path, killer: str) -> bool:
-    path, _, function = killer.partition("[")[0].partition("::")
-    if not (root / path).is_file():
-        return False
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    tree = ast.parse((root / path).read_text())
-    return any(isinstance(node, functions) and node.name == function for node in tree.body)
+@cache
+def _tests_of(path: Path) -> set[str]:
+    """The functions of a file; none if it does not exist."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    body = ast.parse(path.read_text()).body if path.is_file() else []
+    return {node.name for node in body if isinstance(node, functions)}

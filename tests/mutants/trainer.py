@@ -15,7 +15,7 @@ MUTANTS = (
         name="digest-of-an-attempt-unknown",
         harm="An earlier attempt without changes, committed late, is taken for this one: later versions are wrong.",
         path="src/deltasync/trainer/pipeline.py",
-        old="            self._uncertain = changes, blocks.digest_delta\n",
+        old="            self._uncertain = changes, sum((block.digest for block in encode()), StateDigest.ZERO)\n",
         new="            self._uncertain = changes, StateDigest.ZERO\n",
         killers=(
             "tests/unit/test_trainer_pipeline.py::test_a_commit_that_arrives_late_is_not_taken_for_a_later_attempt",
@@ -25,8 +25,8 @@ MUTANTS = (
         name="lost-commit-not-resolved",
         harm="After a commit without an answer the trainer makes its next delta from the wrong parent, and stops.",
         path="src/deltasync/trainer/pipeline.py",
-        old="        if committed is not None:\n            self._advance(changes, committed, job)\n",
-        new="        if committed is None:\n            self._advance(changes, committed, job)\n",
+        old="            if committed is not None:\n                self._advance(changes, committed, job)\n",
+        new="            if committed is None:\n                self._advance(changes, committed, job)\n",
         killers=("tests/unit/test_trainer_pipeline.py::test_a_commit_without_an_answer",),
     ),
     Mutant(
@@ -64,9 +64,9 @@ MUTANTS = (
     Mutant(
         name="late-commit-not-put-again",
         harm="A publisher that sleeps while it commits loses its payloads to `prune`: the version is lost.",
-        path="src/deltasync/trainer/versions.py",
-        old="        is_late = upload.is_late(manifest.refs, since_unix_s=since_unix_s)\n",
-        new="        is_late = False\n",
+        path="src/deltasync/feed/upload.py",
+        old='        return "put again" if self.is_late(manifest.refs, since_unix_s=since_unix_s) else "done"\n',
+        new='        return "done"\n',
         killers=("tests/behaviour/test_sleeping_processes.py::test_a_publisher_that_sleeps_while_a_pruner_runs",),
     ),
     Mutant(
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         name="rank-off-by-one",
         harm="Tensors that are the same on all ranks are published by rank 1 only, so by no rank where there is one.",
-        path="src/deltasync/torch/ranks.py",
+        path="src/deltasync/torch/sharded.py",
         old="        box, local = (Box.whole if rank == 0 else Box.empty)(tensor.shape), tensor\n",
         new="        box, local = (Box.whole if rank == 1 else Box.empty)(tensor.shape), tensor\n",
         killers=("tests/unit/test_torch_sharded.py::test_plain_tensors_belong_to_the_first_rank",),
@@ -107,7 +107,7 @@ MUTANTS = (
     Mutant(
         name="replicas-of-a-shard-publish-twice",
         harm="Ranks that hold the same elements publish them twice, and no replica can read the version.",
-        path="src/deltasync/torch/ranks.py",
+        path="src/deltasync/torch/sharded.py",
         old="            if number:\n                return Box.empty(tensor.shape)\n",
         new="            continue\n",
         killers=("tests/unit/test_torch_sharded.py::test_every_element_of_a_placement_is_owned_once",),
@@ -164,8 +164,8 @@ MUTANTS = (
         name="label-before-replicas-serve-it",
         harm="TRL labels samples with a version that no replica has yet, and corrects for the wrong policy.",
         path="src/deltasync/trl.py",
-        old="        return version is not None and version <= served\n",
-        new="        return version is not None\n",
+        old="            return version is not None and version <= served\n",
+        new="            return version is not None\n",
         killers=("tests/unit/test_trl.py::test_a_version_becomes_a_label_when_replicas_serve_it",),
     ),
     Mutant(

@@ -19,9 +19,9 @@ from deltasync.format.weights import Weights
 from deltasync.replica.follower import Follower
 from deltasync.replica.target import Damage, Staged, Target
 from deltasync.state import load
+from deltasync.trainer.capture import StreamSource, WeightsSource
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.schedule import AnchorPolicy
-from deltasync.trainer.source import StreamSource, WeightsSource
 from deltasync.upkeep import compact
 from deltasync.upkeep.prune import Retention, plan_prune, prune
 from deltasync.upkeep.verify import verify

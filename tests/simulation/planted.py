@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ from deltasync.store.leased import LEASE_S, LeasedStore
 from deltasync.store.patient import PatientStore
 from deltasync.trainer import pipeline, publisher
 from deltasync.trainer.pipeline import Pipeline
-from deltasync.trainer.versions import Metadata, Part, VersionWriter
+from deltasync.trainer.versions import Part, VersionWriter
 from deltasync.upkeep import prune
 
 from .scheduler import scheduler
@@ -53,11 +54,12 @@ def _commit_before_payload() -> Iterator[None]:
         self.__dict__.setdefault(waiting, []).append(data)
         return PayloadRef.of(data)
 
-    def first(self: Upload, manifest: Any, **options: Any) -> None:
-        commit(self, manifest, **options)
+    def first(self: Upload, manifest: Any, **options: Any) -> object:
+        outcome = commit(self, manifest, **options)
         while self.__dict__.get(waiting):
             put(self, self.__dict__[waiting][0])
             self.__dict__[waiting].pop(0)
+        return outcome
 
     with mock.patch.object(Upload, "put", later), mock.patch.object(Upload, "commit", first):
         yield
@@ -68,10 +70,9 @@ def _advance_early(self: Pipeline, job: Any, head: Any) -> Any:
     changes, weights = [] if job.capture is None else job.capture, self.shadow.require_weights()
     encoded = list(encode_changes(weights, changes))
     overwrite_all(weights, changes)
-    metadata = Metadata(step=job.step, files=head.files, extra=job.extra)
-    committed = self.versions.delta(encoded, head, metadata)
+    committed = self.versions.delta(lambda: encoded, head, replace(job.metadata, files=head.files))
     self._advance(changes, committed)
-    return committed.manifest, job.event(committed)
+    return committed.manifest, committed.event(held_s=job.held_s)
 
 
 def _always_conflict(self: Upload, key: str, data: bytes) -> None:

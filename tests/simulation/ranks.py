@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from deltasync.errors import StoreError
 from deltasync.format.layout import Layout
 from deltasync.format.weights import Bits, Weights, zeros
+from deltasync.trainer.capture import WeightsSource
 from deltasync.trainer.group import Group, Message
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.schedule import AnchorPolicy
 from deltasync.trainer.shards import Box, Shards, chunk
-from deltasync.trainer.source import WeightsSource
 
 from .actors import LAYOUT, Actor, Model
 from .scheduler import Death

@@ -17,9 +17,9 @@ from deltasync.errors import DeltasyncError
 from deltasync.feed.log import Log, manifest_key
 from deltasync.feed.plan import Plan
 from deltasync.feed.route import Route
-from deltasync.feed.upload import Upload
+from deltasync.feed.upload import RESUME_S, Upload
 from deltasync.format import keys
-from deltasync.format.digest import StateDigest
+from deltasync.format.digest import StateDigest, layout_digest
 from deltasync.format.manifest import BaseRef, Kind, Manifest, PayloadRef
 from deltasync.format.payload import Block, PayloadHeader, write_payload
 from deltasync.format.weights import Readable, Weights
@@ -28,11 +28,11 @@ from deltasync.state import load
 from deltasync.store.memory import MemoryStore
 from deltasync.store.protocol import Capabilities, Data, ObjectInfo, Store, WrapperStore
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, never
+from deltasync.trainer import versions
+from deltasync.trainer.capture import WeightsSource
 from deltasync.trainer.events import PublishEvent
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.schedule import AnchorPolicy
-from deltasync.trainer.source import WeightsSource
-from deltasync.trainer.versions import AnchorPayloads
 from deltasync.upkeep.verify import verify
 
 from . import LONG_S
@@ -101,9 +101,10 @@ def put_anchor(
     upload: Upload, weights: Readable, version: int, **options: Any
 ) -> tuple[tuple[PayloadRef, ...], StateDigest]:
     """Put the shards of an anchor of all weights, or of those of one process; returns them, and their digest."""
-    payloads = AnchorPayloads(weights, version, **options)
-    part = payloads.put(upload)
-    return part.payloads, payloads.start + part.digest_delta
+    upload.resume(RESUME_S)
+    part = versions.put_anchor(upload, weights, version, **options)
+    layout = weights.layout if options.get("shards") is None else options["shards"].layout
+    return part.payloads, layout_digest(layout) + part.digest_delta
 
 
 class Feed:

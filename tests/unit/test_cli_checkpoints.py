@@ -17,8 +17,7 @@ from support.helpers import changed, safetensors_bytes, state, write_sharded
 import deltasync
 from deltasync import errors
 from deltasync.cli import main as cli
-from deltasync.cli.output import Output
-from deltasync.cli.units import size_text
+from deltasync.cli.output import Output, size_text
 
 Out = pytest.CaptureFixture[str]
 PYTHON = [sys.executable, "-W", "ignore", "-m", "deltasync"]

@@ -78,7 +78,7 @@ def test_no_feed_is_created(capsys: Out, place: Path, path: str) -> None:
 
 def test_a_bucket_without_a_feed_is_probed_and_left_empty(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SpyStore()
-    monkeypatch.setattr(doctor, "open_store", lambda url: store)
+    monkeypatch.setattr("deltasync.open_store", lambda url: store)
     code, found, checks = report(capsys, "s3://bucket/run")
     assert (code, checks["feed"]["state"], checks["put and get"]["state"]) == (0, "warning", "ok")
     assert list(store.list()) == []
@@ -88,7 +88,7 @@ def test_a_bucket_without_a_feed_is_probed_and_left_empty(capsys: Out, monkeypat
 
 def test_read_only_writes_nothing(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SpyStore()
-    monkeypatch.setattr(doctor, "open_store", lambda url: store)
+    monkeypatch.setattr("deltasync.open_store", lambda url: store)
     code, found, checks = report(capsys, "s3://bucket/run", "--read-only")
     assert (code, found["probes"], checks["write"]["state"]) == (0, [], "skipped")
     assert {verb for verb, _ in store.took()} <= {"get", "list"}
@@ -146,7 +146,7 @@ def test_a_store_that_lacks_something(
     state: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr(doctor, "open_store", lambda url: store())
+    monkeypatch.setattr("deltasync.open_store", lambda url: store())
     found_code, found, checks = report(capsys, "s3://bucket/run")
     assert (found_code, found["healthy"]) == (code, code == 0)
     assert checks[name]["state"] == state

@@ -21,7 +21,7 @@ from support.replicas import wait_until
 import deltasync
 from deltasync.cli import main as cli
 from deltasync.cli.feeds import base_ref
-from deltasync.cli.units import ranges_text, size_text, time_text
+from deltasync.cli.output import ranges_text, size_text, time_text
 from deltasync.feed.log import Log
 from deltasync.feed.upload import Upload
 from deltasync.format import keys

@@ -36,6 +36,9 @@ MODULES_MAX = 110
 OWN_MODULES_MAX = 20
 """Modules that help imports, of all and of deltasync alone: about as many as it needs."""
 
+HEAVY = {"numpy", "rich", "obstore", "shtab", "torch", "prometheus_client", "vllm"}
+"""What help never imports."""
+
 
 def commands() -> dict[str, Parser]:
     (subparsers,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
@@ -161,10 +164,19 @@ def test_help_imports_little(argv: list[str]) -> None:
     )
     done = processes.run([sys.executable, "-c", code, *argv], check=True)
     loaded = json.loads(done.stderr)
-    heavy = {"numpy", "rich", "obstore", "shtab", "torch", "prometheus_client", "vllm"}
-    assert heavy.isdisjoint(name.partition(".")[0] for name in loaded)
+    assert HEAVY.isdisjoint(name.partition(".")[0] for name in loaded)
     assert len([name for name in loaded if name.partition(".")[0] == "deltasync"]) <= OWN_MODULES_MAX, loaded
     assert len(loaded) <= MODULES_MAX, loaded
+    of_commands = {f"deltasync.cli.{module}" for module, _ in cli.COMMANDS.values()} - {"deltasync.cli.main"}
+    chosen = {f"deltasync.cli.{cli.COMMANDS[word][0]}" for word in argv if word in cli.COMMANDS}
+    assert of_commands.intersection(loaded) == chosen
+
+
+def test_no_module_of_a_command_imports_much_before_it_runs() -> None:
+    code = "import sys\nfrom deltasync.cli.main import build_parser\nbuild_parser()\nprint(*sys.modules)"
+    loaded = processes.run([sys.executable, "-c", code], check=True).stdout.split()
+    assert {f"deltasync.cli.{module}" for module, _ in cli.COMMANDS.values()} <= set(loaded)
+    assert HEAVY.isdisjoint(name.partition(".")[0] for name in loaded)
 
 
 # --- did you mean -----------------------------------------------------------------------------------------------------

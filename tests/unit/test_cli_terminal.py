@@ -22,8 +22,7 @@ from support.helpers import changed, state, write_sharded
 import deltasync
 from deltasync.cli import main as cli
 from deltasync.cli.main import build_parser
-from deltasync.cli.output import Column, fitted_widths, shortened, text_width
-from deltasync.cli.units import duration_text, ratio_text
+from deltasync.cli.output import Column, duration_text, fitted_widths, ratio_text, shortened, text_width
 from deltasync.feed.log import Log
 from deltasync.format import keys
 from deltasync.format.digest import StateDigest

@@ -90,7 +90,7 @@ def test_an_estimate_by_hand() -> None:
     assert found.anchor_versions == 140
     assert found.traffic.up_bytes == pytest.approx(100e6 + 14e9 / 140)
     assert found.traffic.down_bytes == pytest.approx(600e6)
-    assert found.traffic.versions_per_hour == pytest.approx(120)
+    assert found.versions_per_hour == pytest.approx(120)
     assert found.traffic.egress_usd_per_hour == pytest.approx(120 * 0.6 * 0.1)
     assert found.copy_traffic.egress_usd_per_hour == pytest.approx(120 * 120 * 0.1)
     assert found.copy_step_to_live_s == pytest.approx(80 + 480)
@@ -124,7 +124,7 @@ def test_a_trainer_that_is_faster_than_its_link_publishes_less_often() -> None:
     slow = Link(bits_per_s=1e6)
     found = estimate(CHANGE, deployment(uplink=slow, every_s=1.0), ROUND)
     assert found.publish_every_s > 800
-    assert found.traffic.versions_per_hour == pytest.approx(3600 / found.publish_every_s)
+    assert found.versions_per_hour == pytest.approx(3600 / found.publish_every_s)
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(1, 1000))

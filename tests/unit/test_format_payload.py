@@ -3,6 +3,7 @@ import mmap
 import tempfile
 import zlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -458,11 +459,12 @@ def test_payloads_are_closed_before_they_have_too_many_runs(monkeypatch: pytest.
     monkeypatch.setattr(limits, "RUNS_MAX", 10)
 
     def block(runs: int) -> Block:
-        return Block("exp/1", np.ones((runs, 3), np.int64), 1, StateDigest.ZERO, b"")
+        return Block("exp/1", np.ones((runs, 3), np.int64), 1, StateDigest.ZERO, bytes(runs))
 
     found = [[len(b.runs) for b in group] for group in grouped(map(block, [4, 4, 4, 10, 1, 1, 11, 2]))]
     assert found == [[4, 4], [4], [10], [1, 1], [11], [2]]
     assert [len(group) for group in grouped(map(block, [1, 1, 1, 1, 1]), enough=2)] == [2, 2, 1]
-    by_runs = grouped(map(block, [1, 2, 1, 1]), enough=3, size=lambda block: len(block.runs))
-    assert [len(group) for group in by_runs] == [2, 2]
+    assert [len(group) for group in grouped(map(block, [1, 2, 1, 1]), enough=3)] == [2, 2]
+    elements = (SimpleNamespace(runs=np.full((1, 3), count)) for count in (1, 2, 1, 1))
+    assert [len(group) for group in grouped(elements, enough=3)] == [2, 2]
     assert list(grouped([])) == []

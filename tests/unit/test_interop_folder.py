@@ -165,7 +165,7 @@ def test_a_folder_may_be_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.
     with Importer(run, store) as importer:
         assert importer.advance() is None
         assert "may still be written" in str(importer.waiting_for)
-        monkeypatch.setattr("deltasync.interop.importer.SettledFolders.is_settled", lambda *_: True)
+        monkeypatch.setattr(Importer, "_unchanged_s", lambda *_: 60.0)
         assert import_all(importer) == [0, 1, 2]
     for version, expected in enumerate((steps[0], steps[2], steps[3])):
         assert same_bits(restored(store, tmp_path / "out", version), expected)

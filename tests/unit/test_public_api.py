@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from support import LONG_S, processes
+from support import processes
 
 import deltasync
 from deltasync import errors
@@ -34,7 +34,6 @@ DOORS = (
 
 GOLDEN = Path(__file__).with_name("public_api.txt")
 
-CLIENT = Path(__file__).with_name("typed_client.py")
 
 MODULES_MAX = 60
 """The most modules of deltasync that `import deltasync` may load."""
@@ -170,16 +169,6 @@ def test_the_command_line_needs_no_torch(arguments: list[str]) -> None:
 
 def test_the_package_is_typed() -> None:
     assert resources.files("deltasync").joinpath("py.typed").is_file()
-
-
-def test_a_client_program_passes_mypy_strict(tmp_path: Path) -> None:
-    """With a configuration of its own, so that the package is found as a client finds it: installed."""
-    pytest.importorskip("mypy")
-    config = tmp_path / "mypy.ini"
-    config.write_text("[mypy]\nstrict = True\nfollow_imports = silent\n")
-    command = [sys.executable, "-m", "mypy", "--config-file", config, "--cache-dir", tmp_path / "cache", CLIENT]
-    done = processes.run(command, cwd=tmp_path, timeout_s=2 * LONG_S)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 if __name__ == "__main__":

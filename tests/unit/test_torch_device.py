@@ -10,10 +10,10 @@ from support.feeds import paper
 
 from deltasync.errors import InvalidInputError
 from deltasync.format import limits
+from deltasync.format.layout import Layout
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Changes, PackedPositions, zeros
 from deltasync.state import State
-from deltasync.torch import device
 from deltasync.torch.device import DeviceCapture
 from deltasync.torch.tensors import _NAMES, TorchWeights
 from deltasync.trainer.capture import capture, copy_into
@@ -124,13 +124,13 @@ def test_a_copy_that_could_not_be_updated_is_updated_later(monkeypatch: pytest.M
     captured = on_device.find(shadow, new, None)
     assert captured
     shadow.apply(captured, paper("anchor", 1))
-    overwrite = device._DeviceShadow._overwrite
+    overwrite = DeviceCapture._overwrite
 
-    def fail(copy: device._DeviceShadow, changes: Changes) -> None:
-        monkeypatch.setattr(device._DeviceShadow, "_overwrite", overwrite)
+    def fail(self: DeviceCapture, layout: Layout, changes: Changes) -> None:
+        monkeypatch.setattr(DeviceCapture, "_overwrite", overwrite)
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(device._DeviceShadow, "_overwrite", fail)
+    monkeypatch.setattr(DeviceCapture, "_overwrite", fail)
     with pytest.raises(torch.OutOfMemoryError):
         on_device.find(shadow, new, None)
     assert plain(on_device.find(shadow, new, None), shadow) == {}

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deltasync import blocks
+from deltasync.blocks import encode_changes
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import (
     ConflictError,
@@ -41,16 +43,16 @@ from deltasync.format.digest import layout_digest
 from deltasync.format.layout import Layout
 from deltasync.format.manifest import BaseRef, Manifest
 from deltasync.format.weights import Bits, Weights
+from deltasync.parallel import Pool
 from deltasync.state import State
 from deltasync.store.memory import MemoryStore
 from deltasync.torch import ShardedPublisher
-from deltasync.torch.ranks import owned
-from deltasync.trainer.anchoring import Anchors
+from deltasync.torch.sharded import owned
 from deltasync.trainer.capture import capture
 from deltasync.trainer.group import Decision, Failure, Group, Message
 from deltasync.trainer.publisher import PublisherOptions
 from deltasync.trainer.shards import Box, Shards, ShardWeights, Spans, chunk, cut, joined
-from deltasync.trainer.versions import EncodedChanges, Metadata, Part, VersionWriter
+from deltasync.trainer.versions import Metadata, Part, VersionWriter
 from deltasync.upkeep.restore import restore
 from deltasync.upkeep.verify import verify
 
@@ -336,22 +338,24 @@ def test_ranks_make_the_versions_that_one_process_makes(size: int, tmp_path: Pat
         plain = Weights(shards.local, mine.arrays)
         versions = VersionWriter(upload=upload, layout=wholes[0].layout, shards=shards, group=tables[0].seat(rank))
         advanced = threading.Event()
-        anchors = Anchors(replace(versions, group=tables[1].seat(rank, advanced)), shadow)
+        anchors, pool = replace(versions, group=tables[1].seat(rank, advanced)), Pool(1, "anchor")
         made = versions.anchor(mine, None, Metadata(step=0)).manifest
         shadow.apply([], made)
         for step, whole in enumerate(wholes[1:], 1):
             manifests.extend([made] * (rank == 0))
             captured = capture(plain, Weights(shards.local, shard_of(whole, shards).arrays))
-            changes = EncodedChanges(mine, captured)
+            changes = partial(encode_changes, mine, captured)
             made = versions.delta(changes, made, Metadata(step=step)).manifest
             with shadow.lock:
                 shadow.apply(captured, made)
                 if step == 2:
                     # It is written once version 3 has overwritten the shadow.
-                    anchors.begin(made)
+                    shadow.pasts.append(shadow.past())
+                    anchor = pool.submit(anchors.add_anchor, made, shadow.pasts[0])
         advanced.set()
         manifests.extend([made] * (rank == 0))
-        anchors.close()
+        assert anchor.result(LONG_S).manifest.version == 2
+        pool.shutdown()
 
     together(size, run)
     assert [m.digest for m in manifests] == [blocks.digest(whole) for whole in wholes]
@@ -419,7 +423,7 @@ def test_payloads_that_one_rank_put_hours_before_the_other_are_put_again(kind: s
             tired.anchor(mine, None, Metadata(step=0))
         else:
             made = prompt.anchor(mine, None, Metadata(step=0)).manifest
-            tired.delta(EncodedChanges(mine, captured), made, Metadata(step=1))
+            tired.delta(partial(encode_changes, mine, captured), made, Metadata(step=1))
 
     together(2, run)
     assert slept_s, "hours have passed"

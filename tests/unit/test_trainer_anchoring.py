@@ -49,7 +49,7 @@ def test_anchors_come_when_they_are_due(policy: AnchorPolicy, expected: list[int
 def await_anchor(to: FeedPublisher) -> None:
     """Without this the next version may come while the anchor of the last one is written, and goes without."""
     assert to._pipeline is not None
-    to._pipeline.anchors._pool.submit(lambda: None).result(LONG_S)
+    to._pipeline._anchor_pool.submit(lambda: None).result(LONG_S)
 
 
 def test_by_ratio_deltas_weigh_as_much_as_the_anchor() -> None:

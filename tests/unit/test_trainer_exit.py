@@ -21,7 +21,7 @@ from deltasync.format.weights import Weights
 from deltasync.store.local import LocalStore
 from deltasync.store.protocol import WrapperStore
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
-from deltasync.trainer.source import WeightsSource
+from deltasync.trainer.capture import WeightsSource
 
 class Slow(WrapperStore):
     '''Payloads take a while once the feed has begun, so that the script ends before they are put.'''

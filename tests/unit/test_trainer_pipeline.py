@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,8 @@ from deltasync.store.memory import MemoryStore
 from deltasync.store.patient import PatientStore
 from deltasync.store.protocol import Data
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at, at_random, never
-from deltasync.trainer.capture import capture
+from deltasync.trainer.capture import WeightsSource, capture
 from deltasync.trainer.schedule import AnchorPolicy
-from deltasync.trainer.source import WeightsSource
 from deltasync.trainer.versions import VersionWriter
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
@@ -273,7 +273,7 @@ def test_another_writer_stops_the_publisher() -> None:
     assert publish(fresh, 1).wait(LONG_S).version == 1
     # The stale one has two under way when it finds out.
     slow = FaultyStore(store, gate)
-    stale._upload.patient = PatientStore(slow, 0.0)
+    stale._upload.store = PatientStore(slow, 0.0)
     first = publish(stale, 5)
     gate.await_operation()
     second = publish(stale, 6)
@@ -507,7 +507,7 @@ def test_a_version_says_when_it_was_captured_and_what_its_steps_took() -> None:
     # The clock stands still during a capture, so that its beginning is before it.
     assert first.captured_unix_ms == pytest.approx(1000 * START_S - first.held_ms, abs=2)
     assert second.captured_unix_ms == pytest.approx(1000 * (START_S + 2000) - second.held_ms, abs=2)
-    assert all(value >= 0 for timeline in (first, second) for value in timeline.to_json().values())
+    assert all(value >= 0 for timeline in (first, second) for value in astuple(timeline))
 
 
 START_S = 1_700_000_000.0

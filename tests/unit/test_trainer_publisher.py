@@ -23,8 +23,8 @@ from deltasync.format.weights import Bits, Weights
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import Fault, FaultyStore, Operation, at
+from deltasync.trainer.capture import StreamSource, WeightsSource
 from deltasync.trainer.publisher import PublisherOptions
-from deltasync.trainer.source import StreamSource, WeightsSource
 from deltasync.upkeep.restore import restore
 
 pytestmark = pytest.mark.usefixtures("no_pauses")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support import LONG_S
-from support.feeds import Feed, SpyStore, paper, put_anchor, same_weights
+from support.feeds import Feed, SpyStore, put_anchor, same_weights
 from support.helpers import changed, state
 
 from deltasync import blocks
@@ -20,7 +20,7 @@ from deltasync.format.weights import Weights
 from deltasync.state import load
 from deltasync.store.protocol import Data
 from deltasync.trainer import versions as anchors
-from deltasync.trainer.versions import DeltaPayloads, Metadata, VersionWriter
+from deltasync.trainer.versions import Metadata, VersionWriter, delta_payload_bytes
 
 LAYOUTS = {
     "of many types": state(),
@@ -201,13 +201,12 @@ def test_payloads_are_put_while_later_blocks_are_encoded(monkeypatch: pytest.Mon
     assert len(encoded) > 2
     in_time = []
 
-    class Encoder:
-        def __iter__(self) -> Iterator[Block]:
-            yield from encoded[:-1]
-            in_time.append(was_put.wait(LONG_S))
-            yield encoded[-1]
+    def encode() -> Iterator[Block]:
+        yield from encoded[:-1]
+        in_time.append(was_put.wait(LONG_S))
+        yield encoded[-1]
 
-    committed = versions.delta(Encoder(), first, Metadata())
+    committed = versions.delta(encode, first, Metadata())
     assert in_time == [True]
     assert len(committed.manifest.payloads) == len(encoded)
     assert committed.manifest.changed == sum(block.changed for block in encoded)
@@ -223,15 +222,14 @@ MIB = 1 << 20
 )
 def test_payloads_of_a_delta_grow_with_it(changed_elements: int, payload_bytes: int) -> None:
     layout = Weights.of(state()).layout
-    assert DeltaPayloads([], paper("anchor", 0), layout, changed=changed_elements).payload_bytes == payload_bytes
+    assert delta_payload_bytes(layout, changed_elements) == payload_bytes
 
 
 def test_payloads_of_a_delta_are_large_beside_their_index() -> None:
     """Models with many experts have tens of thousands of tensors, which each payload lists."""
     weights = Weights.of({f"layers.{i}.weight": np.zeros(1, np.uint8) for i in range(20_000)})
-    payloads = DeltaPayloads([], paper("anchor", 0), weights.layout)
     index = encode_index(weights.layout, ())
-    assert 0.9 < payloads.payload_bytes / (anchors.INDEX_SHARE * len(index)) < 1.5
+    assert 0.9 < delta_payload_bytes(weights.layout, 0) / (anchors.INDEX_SHARE * len(index)) < 1.5
 
 
 @pytest.mark.parametrize("fails", [0, 1, 2])
@@ -254,16 +252,15 @@ def test_a_put_that_fails_commits_nothing_and_leaves_the_encoder(fails: int, mon
     versions, old, first = begun(store)
     ended = []
 
-    class Encoder:
-        def __iter__(self) -> Iterator[Block]:
-            try:
-                yield from blocks.encode_delta(old, Weights.of(changed(state())))
-            finally:
-                ended.append(True)
+    def encode() -> Iterator[Block]:
+        try:
+            yield from blocks.encode_delta(old, Weights.of(changed(state())))
+        finally:
+            ended.append(True)
 
     with pytest.raises(StoreError, match="no"):
-        versions.delta(Encoder(), first, Metadata())
+        versions.delta(encode, first, Metadata())
     assert ended == [True]
     assert list(versions.upload.log.versions()) == [0]
     fails = -1
-    assert versions.delta(Encoder(), first, Metadata()).manifest.version == 1
+    assert versions.delta(encode, first, Metadata()).manifest.version == 1

@@ -12,8 +12,8 @@ from deltasync.errors import InvalidInputError, MismatchError, StoreError
 from deltasync.feed.log import Log
 from deltasync.store.memory import MemoryStore
 from deltasync.testing.faulty import Fault, FaultyStore, never
+from deltasync.trainer.checkpoint import ABANDONED_S, SETTLE_S, CheckpointWatch
 from deltasync.trainer.publisher import PublisherOptions
-from deltasync.trainer.watch import ABANDONED_S, SETTLE_S, CheckpointWatch
 
 
 class Clock:

@@ -22,11 +22,11 @@ from support.replicas import wait_until
 from deltasync.cli import main as cli
 from deltasync.errors import InvalidInputError, NotFoundError, StoreError
 from deltasync.format.sealed import Heartbeat
-from deltasync.listener import Request
+from deltasync.listener import Request, listening
 from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.ui import page as module
-from deltasync.ui.page import Page, asset, report, serving
+from deltasync.ui.page import Page, asset, report
 
 Out = pytest.CaptureFixture[str]
 HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
@@ -47,7 +47,7 @@ def get(of: Page, path: str, headers: dict[str, str] | None = None) -> tuple[int
 
 @contextmanager
 def served(of: Page, *, has_token: bool = False) -> Iterator[str]:
-    with serving(of, "127.0.0.1", 0, has_token=has_token) as url:
+    with listening(of.respond, "127.0.0.1", 0, has_token=has_token) as url:
         yield url.removeprefix("http://")
 
 
@@ -123,7 +123,8 @@ def test_with_a_token_data_needs_it_and_files_do_not() -> None:
 
 
 def test_other_addresses_need_a_token() -> None:
-    with pytest.raises(InvalidInputError, match="no token"), serving(page(), "0.0.0.0", 0, has_token=False):
+    refused = pytest.raises(InvalidInputError, match="no token")
+    with refused, listening(page().respond, "0.0.0.0", 0, has_token=False):
         pass
 
 

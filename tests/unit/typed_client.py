@@ -1,4 +1,4 @@
-"""A client program that uses the public names as an application does. It is type-checked, and never run."""
+"""A client program that uses the public names as an application does. `make lint` type-checks it; it is never run."""
 
 import threading
 from collections.abc import Sequence

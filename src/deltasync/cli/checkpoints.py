@@ -1,27 +1,32 @@
-"""Commands on checkpoints and payloads: diff, apply, inspect, digest. What they do is imported when they run."""
+"""Commands on checkpoints and payloads: diff, apply, inspect, digest."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from deltasync.cli.output import ROWS_MAX, Column, Output, number_column
-from deltasync.cli.parser import Commands, add_command, add_threads
-from deltasync.cli.units import bits_text, count_text, number_text, or_dash, percent, ratio_text, share_text, size_text
+from deltasync.cli.output import (
+    ROWS_MAX,
+    Column,
+    Output,
+    bits_text,
+    count_text,
+    number_column,
+    number_text,
+    or_dash,
+    percent,
+    ratio_text,
+    share_text,
+    size_text,
+)
+from deltasync.cli.parser import Parser
 from deltasync.errors import InvalidInputError
 from deltasync.parallel import counting
 
-if TYPE_CHECKING:
-    from deltasync.oneshot import Inspection
 
-
-def add_diff(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "diff",
-        "checkpoints",
-        "Write the delta between two checkpoints to a file.",
-        more="`deltasync apply` makes the new checkpoint from the old one and this file.",
+def diff_arguments(parser: Parser) -> None:
+    parser.explain(
+        "`deltasync apply` makes the new checkpoint from the old one and this file.",
         example="deltasync diff step-100 step-101 -o step-101.delta",
     )
     parser.add_place("old", help="checkpoint folder or .safetensors file")
@@ -33,56 +38,7 @@ def add_diff(commands: Commands) -> None:
         default="exp/1",
         help="exp/1 is the smallest (default), coo/1 has plain indices and values",
     )
-    add_threads(parser)
-
-
-def add_apply(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "apply",
-        "checkpoints",
-        "Write the checkpoint that a delta leads to from an older one.",
-        more="Refuses a delta that was made from other weights than those of OLD.",
-        example="deltasync apply step-100 step-101.delta -o step-101",
-    )
-    parser.add_place("old", help="checkpoint folder or .safetensors file")
-    parser.add_place("delta", help="file that `deltasync diff` wrote")
-    parser.add_argument(
-        "-o", "--output", metavar="NEW", required=True, type=Path, help="checkpoint to write, structured as OLD"
-    )
-    add_threads(parser)
-
-
-def add_inspect(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "inspect",
-        "checkpoints",
-        "Describe the contents of a payload.",
-        more="With --old it counts the changes of each layer and tensor.",
-        example="deltasync inspect step-101.delta --old step-100",
-    )
-    parser.add_place("file", help="file that `deltasync diff` wrote")
-    parser.add_argument(
-        "--old", metavar="CHECKPOINT", help="the checkpoint that the delta was made from: count changes by tensor"
-    )
-    parser.add_argument(
-        "--all", action="store_true", help=f"list every layer, block and tensor, not only the {ROWS_MAX} most changed"
-    )
-    add_threads(parser)
-
-
-def add_digest(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "digest",
-        "checkpoints",
-        "Print the state digest of a checkpoint.",
-        more="Checkpoints with one digest have the same names, types, shapes and bits.",
-        example="deltasync digest checkpoints/step-100",
-    )
-    parser.add_place("checkpoint", help="checkpoint folder or .safetensors file")
-    add_threads(parser)
+    parser.add_threads()
 
 
 def diff(args: argparse.Namespace, out: Output) -> None:
@@ -111,19 +67,26 @@ def diff(args: argparse.Namespace, out: Output) -> None:
             }
         )
         return
+    share = share_text(delta.changed, layout.elements)
     out.line(
         f"{args.output}: {size_text(delta.nbytes)} (all weights are {size_text(layout.nbytes)}, "
-        f"{ratio_text(delta.nbytes, layout.nbytes)}); {_changed_text(delta)}, "
-        f"{bits_text(delta.nbytes, delta.changed)} bits each",
+        f"{ratio_text(delta.nbytes, layout.nbytes)}); {number_text(delta.changed)} of {number_text(layout.elements)} "
+        f"elements changed ({share}), {bits_text(delta.nbytes, delta.changed)} bits each",
         indent="  ",
     )
 
 
-def _changed_text(delta: "Inspection") -> str:
-    elements = delta.layout.elements
-    return f"{number_text(delta.changed)} of {number_text(elements)} elements changed " + (
-        f"({share_text(delta.changed, elements)})"
+def apply_arguments(parser: Parser) -> None:
+    parser.explain(
+        "Refuses a delta that was made from other weights than those of OLD.",
+        example="deltasync apply step-100 step-101.delta -o step-101",
     )
+    parser.add_place("old", help="checkpoint folder or .safetensors file")
+    parser.add_place("delta", help="file that `deltasync diff` wrote")
+    parser.add_argument(
+        "-o", "--output", metavar="NEW", required=True, type=Path, help="checkpoint to write, structured as OLD"
+    )
+    parser.add_threads()
 
 
 def apply(args: argparse.Namespace, out: Output) -> None:
@@ -145,6 +108,21 @@ def _require_other_file(output: Path, *inputs: str) -> None:
     for path in inputs:
         if output.exists() and Path(path).exists() and output.samefile(path):
             raise InvalidInputError(f"{output} is an input", hint="choose another output")
+
+
+def inspect_arguments(parser: Parser) -> None:
+    parser.explain(
+        "With --old it counts the changes of each layer and tensor.",
+        example="deltasync inspect step-101.delta --old step-100",
+    )
+    parser.add_place("file", help="file that `deltasync diff` wrote")
+    parser.add_argument(
+        "--old", metavar="CHECKPOINT", help="the checkpoint that the delta was made from: count changes by tensor"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help=f"list every layer, block and tensor, not only the {ROWS_MAX} most changed"
+    )
+    parser.add_threads()
 
 
 def inspect(args: argparse.Namespace, out: Output) -> None:
@@ -174,7 +152,28 @@ def inspect(args: argparse.Namespace, out: Output) -> None:
         )
     )
     rows_max = None if args.all else ROWS_MAX
-    _print_layers(out, payload, rows_max)
+
+    def table(noun: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], total: int) -> None:
+        more = "" if len(rows) == total else f" ({len(rows)} of {total:,}; --all lists them)"
+        out.table(noun + more, columns, rows)
+
+    layers, blocks = payload.layers, payload.blocks
+    changed_column = Column("changed", lambda value: value if isinstance(value, str) else number_text(value))
+    if out.columns is not None and len(layers) > 1 and all(y.changed is None for y in layers):
+        out.line("layers: every block has elements of several layers; --old CHECKPOINT counts the changes of each")
+    else:
+        columns: tuple[Column, ...] = (
+            Column("layer", is_name=True),
+            number_column("tensors", rank=1),
+            number_column("elements"),
+            changed_column,
+            Column("share", "{:.3f} %".format),
+        )
+        shown = [layers[i] for i in _most_changed([y.changed for y in layers], rows_max)]
+        rows: list[tuple[Any, ...]] = [
+            (y.name, y.tensors, y.elements, _shared(y.changed), percent(y.changed, y.elements)) for y in shown
+        ]
+        table("layers", columns, rows, len(layers))
     columns = (
         Column("codec", is_name=True),
         number_column("blocks"),
@@ -187,50 +186,6 @@ def inspect(args: argparse.Namespace, out: Output) -> None:
         (c.codec, c.blocks, c.elements, c.changed, c.nbytes, bits_text(c.nbytes, c.changed)) for c in payload.codecs
     ]
     out.table("codecs", columns, rows)
-    _print_blocks(out, payload, rows_max)
-    _print_tensors(out, payload, rows_max)
-
-
-def _print_layers(out: Output, payload: "Inspection", rows_max: int | None) -> None:
-    if out.columns is not None and len(payload.layers) > 1 and all(y.changed is None for y in payload.layers):
-        out.line("layers: every block has elements of several layers; --old CHECKPOINT counts the changes of each")
-        return
-    shown = _most_changed([y.changed for y in payload.layers], rows_max)
-    columns = (
-        Column("layer", is_name=True),
-        number_column("tensors", rank=1),
-        number_column("elements"),
-        Column("changed", _count_or_shared),
-        Column("share", "{:.3f} %".format),
-    )
-    rows = [
-        (
-            y.name,
-            y.tensors,
-            y.elements,
-            _shared(y.changed),
-            percent(y.changed, y.elements),
-        )
-        for y in (payload.layers[i] for i in shown)
-    ]
-    out.table(_title("layers", len(rows), len(payload.layers)), columns, rows)
-
-
-def _most_changed(counts: Sequence[int | None], rows_max: int | None) -> list[int]:
-    """The indices of the largest counts, ascending. Counts that are not known come first."""
-    by_count = sorted(range(len(counts)), key=lambda i: (counts[i] is not None, -(counts[i] or 0)))
-    return sorted(by_count[:rows_max])
-
-
-def _shared(changed: int | None) -> int | str:
-    return "shared" if changed is None else changed
-
-
-def _count_or_shared(value: Any) -> str:
-    return value if isinstance(value, str) else number_text(value)
-
-
-def _print_blocks(out: Output, payload: "Inspection", rows_max: int | None) -> None:
     columns = (
         Column("block"),
         Column("begins at", is_name=True),
@@ -252,28 +207,40 @@ def _print_blocks(out: Output, payload: "Inspection", rows_max: int | None) -> N
             b.nbytes,
             bits_text(b.nbytes, b.changed),
         )
-        for i, b in ((i, payload.blocks[i]) for i in _most_changed([b.changed for b in payload.blocks], rows_max))
+        for i, b in ((i, blocks[i]) for i in _most_changed([b.changed for b in blocks], rows_max))
     ]
-    out.table(_title("blocks", len(rows), len(payload.blocks)), columns, rows)
-
-
-def _print_tensors(out: Output, payload: "Inspection", rows_max: int | None) -> None:
-    most_changed = sorted(payload.tensors, key=lambda t: (t.blocks == 0, -(t.changed or 0)))[:rows_max]
+    table("blocks", columns, rows, len(blocks))
     columns = (
         Column("tensor", is_name=True),
         Column("type"),
         Column("shape", rank=2),
         number_column("blocks", rank=1),
-        Column("changed", _count_or_shared),
+        changed_column,
     )
+    most_changed = sorted(payload.tensors, key=lambda t: (t.blocks == 0, -(t.changed or 0)))[:rows_max]
     rows = [
         (t.spec.name, t.spec.dtype.name, str(list(t.spec.shape)), t.blocks, _shared(t.changed)) for t in most_changed
     ]
-    out.table(_title("tensors", len(rows), len(payload.tensors)), columns, rows)
+    table("tensors", columns, rows, len(payload.tensors))
 
 
-def _title(noun: str, shown: int, total: int) -> str:
-    return noun if shown == total else f"{noun} ({shown} of {total:,}; --all lists them)"
+def _most_changed(counts: Sequence[int | None], rows_max: int | None) -> list[int]:
+    """The indices of the largest counts, ascending. Counts that are not known come first."""
+    by_count = sorted(range(len(counts)), key=lambda i: (counts[i] is not None, -(counts[i] or 0)))
+    return sorted(by_count[:rows_max])
+
+
+def _shared(changed: int | None) -> int | str:
+    return "shared" if changed is None else changed
+
+
+def digest_arguments(parser: Parser) -> None:
+    parser.explain(
+        "Checkpoints with one digest have the same names, types, shapes and bits.",
+        example="deltasync digest checkpoints/step-100",
+    )
+    parser.add_place("checkpoint", help="checkpoint folder or .safetensors file")
+    parser.add_threads()
 
 
 def digest(args: argparse.Namespace, out: Output) -> None:

@@ -4,17 +4,19 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from deltasync.checkpoint import open_checkpoint
-from deltasync.cli.folders import watch
-from deltasync.cli.output import ROWS_MAX, Column, Output, number_column
-from deltasync.cli.parser import require_unused
-from deltasync.cli.units import (
+import deltasync
+from deltasync.cli.output import (
+    ROWS_MAX,
+    Column,
+    Output,
     bits_text,
     count_text,
     duration_text,
+    number_column,
     number_text,
     or_dash,
     percent,
@@ -25,25 +27,73 @@ from deltasync.cli.units import (
     time_text,
     versions_text,
 )
+from deltasync.cli.parser import Parser, add_shadow, positive, require_unused, seconds, version_or_name, whole_number
 from deltasync.errors import CorruptError, NotFoundError
-from deltasync.feed.log import READ_THREADS, Log
-from deltasync.feed.plan import Plan
-from deltasync.format.manifest import BaseRef, Manifest
-from deltasync.format.sealed import Heartbeat, is_decimal
-from deltasync.parallel import each
-from deltasync.replica.events import phase_seconds
-from deltasync.store import opened
-from deltasync.trainer.checkpoint import publish as commit
-from deltasync.upkeep.restore import plan_restore
-from deltasync.upkeep.restore import restore as write
-from deltasync.upkeep.verify import Verification
-from deltasync.upkeep.verify import verify as check
+
+if TYPE_CHECKING:
+    from deltasync.feed.log import Log
+    from deltasync.feed.plan import Plan
+    from deltasync.format.manifest import BaseRef, Manifest
+    from deltasync.format.sealed import Heartbeat
 
 _WATCH_OPTIONS = ("once", "after", "marker", "settle_s", "shadow", "keep_anchors", "keep_versions")
 
 
+def publish_arguments(parser: Parser) -> None:
+    parser.explain(
+        "The first version has all weights; later ones have only what changed.",
+        example="deltasync publish s3://bucket/run-42 checkpoints/step-100 --step 100",
+    )
+    parser.add_url()
+    parser.add_place("checkpoint", help="checkpoint folder or .safetensors file; with --watch, a pattern of folders")
+    parser.add_argument("--step", type=whole_number, metavar="N", help="the trainer's step, as information")
+    parser.add_argument(
+        "--parent",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="the checkpoint that was published last (default: rebuild it from the feed)",
+    )
+    parser.add_argument(
+        "--anchor",
+        action="store_true",
+        help="add all weights, for replicas that join late; required if the set of tensors changed",
+    )
+    parser.add_argument(
+        "--base",
+        metavar="NAME[@REVISION]",
+        help="first version only: replicas have this checkpoint as NAME, a folder or a Hub id; nothing is uploaded",
+    )
+    parser.add_trust_code("publish")
+    parser.add_require_fencing()
+    parser.add_argument("--must-exist", action="store_true", help="refuse to start a new feed")
+    parser.add_threads()
+    watch = parser.add_argument_group("checkpoints as they appear")
+    watch.add_argument(
+        "--watch",
+        action="store_true",
+        help="publish every folder that matches, such as 'run/weights/step_*', once it is complete; until SIGINT",
+    )
+    watch.add_argument("--once", action="store_true", help="publish the folders that are there, then exit")
+    watch.add_argument("--after", type=whole_number, metavar="N", help="leave out folders with a number up to N")
+    watch.add_argument("--marker", metavar="NAME", help="a folder is complete only with this file in it")
+    watch.add_argument(
+        "--settle-s",
+        type=seconds,
+        metavar="S",
+        help="a folder is complete only if its files have not changed for S seconds (default: 2)",
+    )
+    add_shadow(watch)
+    watch.add_argument("--keep-anchors", type=positive, metavar="N", help="prune the feed, as `deltasync prune` does")
+    watch.add_argument("--keep-versions", type=positive, metavar="N", help="prune the feed, as `deltasync prune` does")
+
+
 def publish(args: argparse.Namespace, out: Output) -> None:
     """Commit, and print what that cost against all weights."""
+    from deltasync.checkpoint import open_checkpoint
+    from deltasync.cli.folders import watch
+    from deltasync.feed.log import Log
+    from deltasync.store import opened
+
     if args.watch:
         watch(args, out)
         return
@@ -52,7 +102,7 @@ def publish(args: argparse.Namespace, out: Output) -> None:
     began_s = time.perf_counter()
     with opened(args.url) as store:
         with out.bars() as progress:
-            m = commit(
+            m = deltasync.publish(
                 store,
                 args.checkpoint,
                 step=args.step,
@@ -87,17 +137,28 @@ def publish(args: argparse.Namespace, out: Output) -> None:
     out.fields([*fields, ("digest", m.digest.hex)])
 
 
-def base_ref(text: str) -> BaseRef:
+def base_ref(text: str) -> "BaseRef":
     """NAME or NAME@REVISION; a path has no revision, even if it contains an @."""
     name, at, revision = text.rpartition("@")
-    return BaseRef(text) if text.startswith(("/", ".")) or not at else BaseRef(name, revision)
+    is_path = text.startswith(("/", ".")) or not at
+    return deltasync.BaseRef(text) if is_path else deltasync.BaseRef(name, revision)
+
+
+def log_arguments(parser: Parser) -> None:
+    parser.explain(
+        "Prints when each was committed, how much changed, and the feed's size.",
+        example="deltasync log s3://bucket/run-42",
+    )
+    parser.add_url()
+    parser.add_argument("--all", action="store_true", help=f"list every version, not only the newest {ROWS_MAX}")
 
 
 def log(args: argparse.Namespace, out: Output) -> None:
     """List the newest versions, or all."""
-    with opened(args.url) as store:
-        log = Log(store)
-        head = log.require_head()
+    from deltasync.feed.log import READ_THREADS
+    from deltasync.parallel import each
+
+    with opened_feed(args.url) as (log, head):
         first = 0 if args.all else max(0, head.version + 1 - ROWS_MAX)
         manifests = [*log.read_many(range(first, head.version)), head]
         # `prune` may delete one after it was listed.
@@ -107,7 +168,7 @@ def log(args: argparse.Namespace, out: Output) -> None:
         skips = log.skips(start=first)
         floor = log.floor()
         pins = [pin for pin in log.pins() if pin.version >= first]
-        pinned = {pin.version for pin in pins}
+        pruned = {m.version for m in manifests if m.version < floor} - {pin.version for pin in pins}
         payloads, stored_bytes = stored(log)
     if out.is_json:
         versions = [
@@ -115,7 +176,7 @@ def log(args: argparse.Namespace, out: Output) -> None:
                 **manifest_json(m),
                 "has_anchor": m.version in anchors,
                 "anchor_bytes": anchors.get(m.version),
-                "pruned": m.version < floor and m.version not in pinned,
+                "pruned": m.version in pruned,
             }
             for m in manifests
         ]
@@ -146,8 +207,21 @@ def log(args: argparse.Namespace, out: Output) -> None:
         Column("digest", rank=6),
         Column("writer", rank=7),
     )
-    pruned = {m.version for m in manifests if m.version < floor and m.version not in pinned}
-    rows = [_log_row(m, anchors.get(m.version), pruned=m.version in pruned) for m in manifests]
+    rows = [
+        (
+            m.version,
+            m.kind + (", pruned" if m.version in pruned else ""),
+            m.step,
+            m.changed,
+            percent(m.changed, m.elements),
+            m.nbytes,
+            anchors.get(m.version),
+            time_text(m.created_unix_s),
+            m.digest.hex[:12],
+            m.writer[:8],
+        )
+        for m in manifests
+    ]
     out.table(title, columns, rows, faint=[i for i, m in enumerate(manifests) if m.version in pruned])
     for start, end in skips:
         out.line(f"skip from version {start} to {end}")
@@ -155,22 +229,18 @@ def log(args: argparse.Namespace, out: Output) -> None:
         out.line(f"version {pin.version} is pinned as {pin.name}" + (f": {pin.note}" if pin.note else ""))
 
 
-def _log_row(m: Manifest, anchor_bytes: int | None, *, pruned: bool) -> tuple[Any, ...]:
-    return (
-        m.version,
-        m.kind + (", pruned" if pruned else ""),
-        m.step,
-        m.changed,
-        percent(m.changed, m.elements),
-        m.nbytes,
-        anchor_bytes,
-        time_text(m.created_unix_s),
-        m.digest.hex[:12],
-        m.writer[:8],
-    )
+@contextmanager
+def opened_feed(url: str) -> Iterator[tuple["Log", "Manifest"]]:
+    """A feed and its newest version. NotFoundError if it has none: a mistyped URL must not look like an empty feed."""
+    from deltasync.feed.log import Log
+    from deltasync.store import opened
+
+    with opened(url) as store:
+        log = Log(store)
+        yield log, log.require_head()
 
 
-def stored(log: Log) -> tuple[int, int]:
+def stored(log: "Log") -> tuple[int, int]:
     """How many payloads of a feed are in the store, and their bytes: deltas, anchors and files beside the weights."""
     sizes = [item.nbytes for _, item in log.payloads()]
     return len(sizes), sum(sizes)
@@ -181,29 +251,56 @@ def feed_size_text(payloads: int, stored_bytes: int) -> str:
     return f"{size_text(stored_bytes)} in {count_text(payloads, 'payload')}, anchors included"
 
 
-def manifest_json(manifest: Manifest) -> dict[str, Any]:
+def manifest_json(manifest: "Manifest") -> dict[str, Any]:
     """A manifest as the commands print it: the fields of docs/format.md, and the sum of its payloads."""
     return {**manifest.to_json(), "payload_bytes": manifest.nbytes}
 
 
+def show_arguments(parser: Parser) -> None:
+    parser.explain(
+        "Without a version it describes the newest one.",
+        example="deltasync show s3://bucket/run-42 17",
+    )
+    parser.add_url()
+    parser.add_place(
+        "version", version_or_name, optional=True, help="the version, or the name of a pin (default: the newest)"
+    )
+    parser.add_argument(
+        "--timeline", action="store_true", help="list its steps instead, from the capture to replicas that serve it"
+    )
+
+
 def show(args: argparse.Namespace, out: Output) -> None:
-    """Print the manifest of a version, its anchor, and what a restore of it fetches."""
+    """Print the manifest of a version, its anchor, and what a restore of it fetches; or its timeline."""
+    from deltasync.feed.log import Log
+    from deltasync.store import opened
+    from deltasync.upkeep.restore import plan_restore
+
     with opened(args.url) as store:
         m, plan = plan_restore(store, version=args.version)
         anchor = Log(store).anchor(m.version)
-        timeline = VersionTimeline.of(m, Log(store).heartbeats()) if args.timeline else None
+        timeline = timeline_json(m, Log(store).heartbeats()) if args.timeline else None
     if out.is_json:
         out.json(
             {
                 "manifest": manifest_json(m),
                 "anchor": None if anchor is None else manifest_json(anchor),
                 "restore": {"bytes": plan.nbytes, "edges": _edges_json(plan)},
-                **({} if timeline is None else {"timeline": timeline.to_json()}),
+                **({} if timeline is None else {"timeline": timeline}),
             }
         )
         return
     if timeline is not None:
-        timeline.print(out)
+        no_capture = "commit (no capture was recorded: a command, or an earlier release)"
+        since = "capture" if timeline["has_capture"] else no_capture
+        title = f"version {m.version} since its {since}; replicas by their own clocks"
+        columns = (
+            Column("where", is_name=True),
+            Column("step", is_name=True),
+            Column("began", "{:+.3f} s".format),
+            Column("took", duration_text),
+        )
+        out.table(title, columns, [tuple(step.values()) for step in timeline["steps"]])
         return
     changed = (
         "-"
@@ -232,98 +329,104 @@ def show(args: argparse.Namespace, out: Output) -> None:
     _print_edges(out, f"a restore fetches {size_text(plan.nbytes)}", plan)
 
 
-_TIMELINE_COLUMNS = (
-    Column("where", is_name=True),
-    Column("step", is_name=True),
-    Column("began", "{:+.3f} s".format),
-    Column("took", duration_text),
-)
-_INSIDE = ("pause",)
-"""Phases that are part of another one."""
+def timeline_json(manifest: "Manifest", heartbeats: Sequence["Heartbeat"]) -> dict[str, Any]:
+    """The steps of a version, from its manifest and from the heartbeats of replicas whose last move led to it.
 
+    `began_s` counts from the capture, or from the commit if no capture was recorded.
+    """
+    from deltasync.format.sealed import is_decimal
+    from deltasync.replica.events import phase_seconds
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One step on the way of a version. `began_s` counts from the beginning of the timeline."""
+    steps: list[dict[str, Any]] = []
 
-    where: str
-    step: str
-    began_s: float
-    took_s: float | None = None
+    def add(where: str, step: str, began_s: float, took_s: float | None = None) -> None:
+        steps.append({"where": where, "step": step, "began_s": began_s, "took_s": took_s})
 
-
-@dataclass(frozen=True, slots=True)
-class VersionTimeline:
-    """The steps of one version. It begins with the capture, or with the commit if no capture was recorded."""
-
-    version: int
-    has_capture: bool
-    began_unix_ms: int
-    steps: tuple[_Step, ...]
-
-    @classmethod
-    def of(cls, manifest: Manifest, heartbeats: Sequence[Heartbeat]) -> "VersionTimeline":
-        """From a manifest, and from the heartbeats of replicas whose last move led to its version."""
-        recorded = manifest.timeline
-        began_unix_ms = 1000 * manifest.created_unix_s if recorded is None else recorded.captured_unix_ms
-        steps = list(_trainer_steps(manifest))
-        for beat in heartbeats:
-            moved, at = beat.facts.get("moved_version"), beat.facts.get("moved_unix_ms")
-            if moved == str(manifest.version) and at is not None and is_decimal(at):
-                steps += _replica_steps(beat, (int(at) - began_unix_ms) / 1000)
-        return cls(manifest.version, recorded is not None, began_unix_ms, tuple(steps))
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "steps": [asdict(step) for step in self.steps]}
-
-    def print(self, out: Output) -> None:
-        """As a table."""
-        since = "capture" if self.has_capture else "commit (no capture was recorded: a command, or an earlier release)"
-        title = f"version {self.version} since its {since}; replicas by their own clocks"
-        out.table(title, _TIMELINE_COLUMNS, [(s.where, s.step, s.began_s, s.took_s) for s in self.steps])
-
-
-def _trainer_steps(manifest: Manifest) -> Iterator[_Step]:
-    at_s = 0.0
-    if manifest.timeline is not None:
-        t = manifest.timeline
-        phases = (("capture", t.held_ms), ("queue", t.queued_ms), ("encode", t.encode_ms), ("put", t.put_ms))
-        for name, milliseconds in phases:
-            yield _Step("trainer", name, at_s, milliseconds / 1000)
+    at_s, began_unix_ms, recorded = 0.0, 1000 * manifest.created_unix_s, manifest.timeline
+    if recorded is not None:
+        began_unix_ms = recorded.captured_unix_ms
+        phases = {
+            "capture": recorded.held_ms,
+            "queue": recorded.queued_ms,
+            "encode": recorded.encode_ms,
+            "put": recorded.put_ms,
+        }
+        for phase, milliseconds in phases.items():
+            add("trainer", phase, at_s, milliseconds / 1000)
             at_s += milliseconds / 1000
-    yield _Step("trainer", "committed", at_s)
+    add("trainer", "committed", at_s)
+    for beat in heartbeats:
+        moved, at = beat.facts.get("moved_version"), beat.facts.get("moved_unix_ms")
+        if moved != str(manifest.version) or at is None or not is_decimal(at):
+            continue
+        # The phases of a move follow each other, and end when the version is live. The pause is part of another one.
+        live_s, seconds = (int(at) - began_unix_ms) / 1000, phase_seconds(beat)
+        at_s = live_s - sum(value for phase, value in seconds.items() if phase != "pause")
+        for phase, value in seconds.items():
+            if phase == "pause":
+                add(beat.replica, phase, live_s - value, value)
+            else:
+                add(beat.replica, phase, at_s, value)
+                at_s += value
+        add(beat.replica, "live", live_s)
+    return {
+        "version": manifest.version,
+        "has_capture": recorded is not None,
+        "began_unix_ms": began_unix_ms,
+        "steps": steps,
+    }
 
 
-def _replica_steps(beat: Heartbeat, live_s: float) -> Iterator[_Step]:
-    """The phases of a move, one after the other, which ended when the version was live."""
-    seconds = phase_seconds(beat)
-    at_s = live_s - sum(value for phase, value in seconds.items() if phase not in _INSIDE)
-    for phase, value in seconds.items():
-        if phase in _INSIDE:
-            yield _Step(beat.replica, phase, live_s - value, value)
-        else:
-            yield _Step(beat.replica, phase, at_s, value)
-            at_s += value
-    yield _Step(beat.replica, "live", live_s)
-
-
-def _edges_json(plan: Plan) -> list[dict[str, Any]]:
+def _edges_json(plan: "Plan") -> list[dict[str, Any]]:
     return [{"key": edge.key, "start": edge.start, "end": edge.end, "bytes": edge.nbytes} for edge in plan.edges]
 
 
-def _print_edges(out: Output, title: str, plan: Plan) -> None:
+def _print_edges(out: Output, title: str, plan: "Plan") -> None:
     columns = (Column("manifest", is_name=True), Column("from"), Column("to"), Column("bytes", size_text))
     out.table(title, columns, [(edge.key, edge.start, edge.end, edge.nbytes) for edge in plan.edges])
+
+
+def verify_arguments(parser: Parser) -> None:
+    parser.explain(
+        "Reports damage, the versions that it costs, and those that can be restored.",
+        example="deltasync verify s3://bucket/run-42 --deep",
+    )
+    parser.add_url()
+    parser.add_argument("--deep", action="store_true", help="fetch and decode every payload, too")
+    parser.add_base()
+    parser.add_threads()
 
 
 def verify(args: argparse.Namespace, out: Output) -> None:
     """Check a feed; an error if there is none, or if it is damaged."""
     with out.bars() as progress:
-        result = check(args.url, deep=args.deep, base=args.base, progress=progress)
+        result = deltasync.verify(args.url, deep=args.deep, base=args.base, progress=progress)
     if out.is_json:
         out.json(result.to_json())
     else:
-        _print_verification(out, result)
+        for damage in result.damages:
+            cost = f"it costs {versions_text(damage.takes)}" if damage.takes else "no version needs it alone"
+            out.line(f"damaged {damage.key}: {damage.error}; {cost}", indent="  ")
+        for message in result.unchecked:
+            out.line(f"not checked: {message}", indent="  ")
+        if result.pruned:
+            out.line(f"pruned: {versions_text(result.pruned)}", indent="  ")
+        if result.lost:
+            out.line(f"lost: {versions_text(result.lost)}", indent="  ")
+        if result.orphans:
+            payloads = f"{count_text(result.orphans, 'payload')} ({size_text(result.orphan_bytes)})"
+            old = result.orphans - result.young_orphans
+            out.line(
+                f"not named by any manifest: {payloads}; `prune` removes {number_text(old)} of them, and leaves "
+                f"{number_text(result.young_orphans)} that are younger than a day",
+                indent="  ",
+            )
+        if result.restorable:
+            state = "decoded and proved" if result.deep else "in place"
+            count = count_text(len(result.restorable), "version")
+            out.line(f"{count} {state}: {ranges_text(result.restorable)}", indent="  ")
+        else:
+            out.line("no version can be restored")
     sys.stdout.flush()
     if result.head is None:
         raise NotFoundError(
@@ -338,34 +441,29 @@ def verify(args: argparse.Namespace, out: Output) -> None:
         )
 
 
-def _print_verification(out: Output, result: Verification) -> None:
-    for damage in result.damages:
-        cost = f"it costs {versions_text(damage.takes)}" if damage.takes else "no version needs it alone"
-        out.line(f"damaged {damage.key}: {damage.error}; {cost}", indent="  ")
-    for message in result.unchecked:
-        out.line(f"not checked: {message}", indent="  ")
-    if result.pruned:
-        out.line(f"pruned: {versions_text(result.pruned)}", indent="  ")
-    if result.lost:
-        out.line(f"lost: {versions_text(result.lost)}", indent="  ")
-    if result.orphans:
-        payloads = f"{count_text(result.orphans, 'payload')} ({size_text(result.orphan_bytes)})"
-        old = result.orphans - result.young_orphans
-        out.line(
-            f"not named by any manifest: {payloads}; `prune` removes {number_text(old)} of them, and leaves "
-            f"{number_text(result.young_orphans)} that are younger than a day",
-            indent="  ",
-        )
-    if result.restorable:
-        state = "decoded and proved" if result.deep else "in place"
-        count = count_text(len(result.restorable), "version")
-        out.line(f"{count} {state}: {ranges_text(result.restorable)}", indent="  ")
-    else:
-        out.line("no version can be restored")
+def restore_arguments(parser: Parser) -> None:
+    parser.explain(
+        "The folder appears whole, after every bit of it is proved, or not at all.",
+        example="deltasync restore s3://bucket/run-42 -o checkpoint --version 17",
+    )
+    parser.add_url()
+    parser.add_argument("-o", "--output", metavar="DIR", required=True, type=Path, help="folder to write")
+    parser.add_argument(
+        "--version", type=version_or_name, metavar="N", help="the version, or the name of a pin (default: the newest)"
+    )
+    parser.add_base()
+    parser.add_argument(
+        "--no-files", action="store_true", help="write only the weights, without configuration and tokenizer"
+    )
+    parser.add_trust_code("write")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be fetched")
+    parser.add_threads()
 
 
 def restore(args: argparse.Namespace, out: Output) -> None:
     """Write a version as a folder, or list what that would fetch."""
+    from deltasync.upkeep.restore import plan_restore
+
     if args.dry_run:
         m, plan = plan_restore(args.url, version=args.version)
         if out.is_json:
@@ -374,7 +472,7 @@ def restore(args: argparse.Namespace, out: Output) -> None:
             _print_edges(out, f"version {m.version}: {size_text(plan.nbytes)} to fetch", plan)
         return
     with out.bars() as progress:
-        m = write(
+        m = deltasync.restore(
             args.url,
             args.output,
             version=args.version,

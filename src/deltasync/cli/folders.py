@@ -5,16 +5,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from deltasync.cli.output import Output, printing
+import deltasync
+from deltasync.cli.output import Output, number_text, share_text, size_text
+from deltasync.cli.parser import Parser, add_shadow, whole_number
 from deltasync.cli.service import poll_until_signal
-from deltasync.cli.units import number_text, share_text, size_text
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError
-from deltasync.format.manifest import Manifest
-from deltasync.trainer.publisher import PublisherOptions
-from deltasync.trainer.watch import SETTLE_S, CheckpointWatch
-from deltasync.upkeep.prune import Retention
+
+if TYPE_CHECKING:
+    from deltasync.format.manifest import Manifest
+    from deltasync.interop import Exported
 
 _T = TypeVar("_T")
 _POLL_S = 0.2
@@ -24,6 +25,8 @@ _ONCE_SETTLES = 2.0
 
 def watch(args: argparse.Namespace, out: Output) -> None:
     """Publish the folders that match, and print a line for each."""
+    from deltasync.trainer.checkpoint import SETTLE_S, CheckpointWatch
+
     for name in ("step", "parent", "base", "anchor"):
         if getattr(args, name) not in (None, False):
             raise InvalidInputError(f"--{name} has no meaning with --watch", hint="leave one of them out")
@@ -31,8 +34,8 @@ def watch(args: argparse.Namespace, out: Output) -> None:
         raise InvalidInputError("--keep-anchors and --keep-versions belong together", hint="pass both, or none")
     retention = None
     if args.keep_anchors is not None:
-        retention = Retention(anchors=args.keep_anchors, versions=args.keep_versions)
-    options = PublisherOptions(
+        retention = deltasync.Retention(anchors=args.keep_anchors, versions=args.keep_versions)
+    options = deltasync.PublisherOptions(
         shadow_path=args.shadow,
         require_fencing=args.require_fencing,
         must_exist=args.must_exist,
@@ -63,6 +66,26 @@ def watch(args: argparse.Namespace, out: Output) -> None:
         )
 
 
+def import_arguments(parser: Parser) -> None:
+    parser.explain(
+        "Each weight_v… becomes a version, after every tensor passed its checksum.",
+        example="deltasync import run/weights s3://bucket/run-42 --base Qwen3-8B --follow",
+    )
+    parser.set_defaults(function="import_folders")
+    parser.add_place("folders", help="the folder that the trainer writes weight_v000001, … to")
+    parser.add_url()
+    parser.add_follow("folders")
+    parser.add_argument(
+        "--base", type=Path, metavar="DIR", help="the checkpoint that the trainer began with: the version of a new feed"
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="the trainer began again at --base: publish that, then the folders"
+    )
+    add_shadow(parser)
+    parser.add_require_fencing()
+    parser.add_threads()
+
+
 def import_folders(args: argparse.Namespace, out: Output) -> None:
     """Publish folders of deltas, and print a line for each."""
     from deltasync.interop import Importer
@@ -72,7 +95,7 @@ def import_folders(args: argparse.Namespace, out: Output) -> None:
         raise NotFoundError(
             f"{args.folders} has no folder weight_v…", hint="give the folder that the trainer writes them to"
         )
-    options = PublisherOptions(shadow_path=args.shadow, require_fencing=args.require_fencing)
+    options = deltasync.PublisherOptions(shadow_path=args.shadow, require_fencing=args.require_fencing)
     with Importer(args.folders, args.url, base=args.base, restart=args.restart, options=options) as importer:
         _advance_all(
             importer.advance,
@@ -82,17 +105,39 @@ def import_folders(args: argparse.Namespace, out: Output) -> None:
         )
 
 
+def export_arguments(parser: Parser) -> None:
+    parser.explain(
+        "The first folder is a checkpoint, each further one the change to a version.",
+        example="deltasync export s3://bucket/run-42 shared/weights --follow",
+    )
+    parser.add_url()
+    parser.add_place("folders", help="folder to write weight_v000000, … to")
+    parser.add_follow()
+    parser.add_argument(
+        "--format", choices=("xor", "overwrite"), default="xor", help="how changes are written (default: xor)"
+    )
+    parser.add_argument(
+        "--checksum",
+        choices=("adler32", "xxh3-128", "blake3"),
+        default="adler32",
+        help="checksum of each tensor (default: adler32)",
+    )
+    parser.add_argument(
+        "--from", dest="start", type=whole_number, metavar="N", help="first version (default: the oldest that is kept)"
+    )
+    parser.add_base()
+    parser.add_trust_code("write")
+    parser.add_threads()
+
+
 def export(args: argparse.Namespace, out: Output) -> None:
     """Write folders of deltas, and print a line for each."""
-    from deltasync.interop import Exported, Exporter
+    from deltasync.interop import Exporter
 
-    @printing()
-    def show(exported: Exported) -> None:
-        if out.is_json:
-            out.json_line({**asdict(exported), "path": str(exported.path)})
-            return
+    def show(exported: "Exported") -> None:
         kind = "all weights" if exported.base_version is None else f"the change from version {exported.base_version}"
-        out.line(f"{exported.path}: {kind}, {size_text(exported.nbytes)}", indent="  ")
+        text = f"{exported.path}: {kind}, {size_text(exported.nbytes)}"
+        out.event({**asdict(exported), "path": str(exported.path)}, text)
 
     with Exporter(
         args.url,
@@ -112,12 +157,14 @@ def _advance_all(
     waiting_for: Callable[[], str | None],
     *,
     follow: bool,
-    settle_s: float = SETTLE_S,
+    settle_s: float | None = None,
 ) -> None:
     """Call `advance` until it has nothing more; with `follow`, until SIGINT or SIGTERM.
 
     Without it, NotFoundError if there is a folder that does not become complete.
     """
+
+    from deltasync.trainer.checkpoint import SETTLE_S
 
     def step() -> bool:
         done = advance()
@@ -129,10 +176,11 @@ def _advance_all(
         # A publisher stops for good where another one writes to its feed.
         poll_until_signal(step, final=(ConflictError,))
         return
-    until_s = time.monotonic() + _ONCE_SETTLES * settle_s
+    patience_s = _ONCE_SETTLES * (SETTLE_S if settle_s is None else settle_s)
+    until_s = time.monotonic() + patience_s
     while True:
         if step():
-            until_s = time.monotonic() + _ONCE_SETTLES * settle_s
+            until_s = time.monotonic() + patience_s
             continue
         problem = waiting_for()
         if problem is None:
@@ -142,22 +190,12 @@ def _advance_all(
         time.sleep(_POLL_S)
 
 
-@printing()
-def _print_version(out: Output, manifest: Manifest) -> None:
-    if out.is_json:
-        out.json_line(
-            {
-                "version": manifest.version,
-                "step": manifest.step,
-                "kind": manifest.kind,
-                "changed": manifest.changed,
-                "bytes": manifest.nbytes,
-                "digest": manifest.digest.hex,
-            }
-        )
-        return
+def _print_version(out: Output, m: "Manifest") -> None:
     changed = "all weights"
-    if manifest.changed is not None:
-        share = share_text(manifest.changed, manifest.elements)
-        changed = f"{number_text(manifest.changed)} elements changed ({share})"
-    out.line(f"version {manifest.version}, step {manifest.step}: {changed}, {size_text(manifest.nbytes)}", indent="  ")
+    if m.changed is not None:
+        changed = f"{number_text(m.changed)} elements changed ({share_text(m.changed, m.elements)})"
+    fields = {name: getattr(m, name) for name in ("version", "step", "kind", "changed")}
+    out.event(
+        {**fields, "bytes": m.nbytes, "digest": m.digest.hex},
+        f"version {m.version}, step {m.step}: {changed}, {size_text(m.nbytes)}",
+    )

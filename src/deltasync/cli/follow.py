@@ -6,19 +6,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deltasync.cli.output import Output, printing
-from deltasync.cli.parser import require_unused
+from deltasync.cli.output import Output, count_text, duration_text, number_text, size_text
+from deltasync.cli.parser import Parser, require_unused, seconds, seconds_or_off
 from deltasync.cli.service import calling_on_signal, listening, require_address
-from deltasync.cli.units import count_text, duration_text, number_text, size_text, time_text
 from deltasync.errors import EngineError, InvalidInputError
-from deltasync.replica.events import Advance, Seconds, follower_metrics, no_version
-from deltasync.replica.folder import FolderTarget, Hook
-from deltasync.replica.follower import Follower
-from deltasync.sglang import SglangTarget
+
+if TYPE_CHECKING:
+    from deltasync.replica.events import Advance
+    from deltasync.replica.folder import FolderTarget, Hook
+    from deltasync.replica.follower import Follower
 
 EXEC_TIMEOUT_S = 600.0
 _ONCE_TRIES = 3
@@ -27,24 +27,71 @@ _LOOK_S = 0.5
 
 _SGLANG_OPTIONS = ("sglang_path", "pause", "keep_cache", "only_changes")
 
-Moves = SimpleQueue[Advance | None]
 
-
-class _HookedFolder(FolderTarget):
-    """A folder whose heartbeats say how the command does that runs after each switch."""
-
-    hook: Hook | None = None
-
-    def look(self) -> None:
-        status = None if self.hook is None else self.hook.status
-        if status is not None and status.error is not None:
-            self.engine = f"folder; the command {status.error} for version {status.failing_version}"
-        elif status is not None and status.version is not None:
-            self.engine = f"folder; the command ran for version {status.version}"
+def follow_arguments(parser: Parser) -> None:
+    parser.explain(
+        "Prints a line for each version that goes live, until SIGINT or SIGTERM.",
+        example="deltasync follow s3://bucket/run-42 --target live --exec 'reload {path}'",
+    )
+    parser.add_url()
+    parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="the checkpoint folder")
+    parser.add_argument("--once", action="store_true", help="move to the newest version, then exit")
+    parser.add_argument(
+        "--exec",
+        dest="program",
+        metavar="COMMAND",
+        help="run this after each switch, without a shell; {path} and {version} are replaced",
+    )
+    parser.add_argument(
+        "--exec-timeout-s",
+        type=seconds,
+        metavar="S",
+        help="end the command after this time (default: 600)",
+    )
+    parser.add_argument("--mirror", type=Path, metavar="FILE", help="keep the mirror in this file, across restarts")
+    parser.add_base()
+    parser.add_trust_code("write")
+    parser.add_replica()
+    parser.add_argument(
+        "--scrub-s",
+        type=seconds_or_off,
+        default=3600.0,
+        metavar="S",
+        help="compare the folder with the mirror about every S seconds, or `off` (default: 3600)",
+    )
+    parser.add_listen()
+    parser.add_argument(
+        "--ready-s",
+        type=seconds,
+        metavar="S",
+        help="/readyz is 200 only while the version was the newest at most S seconds ago",
+    )
+    parser.add_threads()
+    sglang = parser.add_argument_group("SGLang")
+    sglang.add_argument("--sglang", metavar="URL", help="let this SGLang server load each version from the folder")
+    sglang.add_argument(
+        "--sglang-path", metavar="DIR", help="the folder's path as the server sees it (default: the same)"
+    )
+    sglang.add_argument(
+        "--pause",
+        choices=("retract", "in_place", "abort"),
+        help="what happens to running requests: computed again (default), go on with the old cache, or end",
+    )
+    sglang.add_argument("--keep-cache", action="store_true", help="leave the KV cache of older weights as it is")
+    sglang.add_argument(
+        "--only-changes",
+        action="store_true",
+        help="write only what changed over the server's weights; it needs our loader (docs/integrations.md)",
+    )
 
 
 def follow(args: argparse.Namespace, out: Output) -> None:
     """Print a line for every version that goes live, until SIGINT or SIGTERM."""
+    from deltasync.replica.events import Advance, Seconds
+    from deltasync.replica.folder import FolderTarget, Hook
+    from deltasync.replica.follower import Follower
+    from deltasync.sglang import SglangTarget
+
     require_address(args, follows=not args.once, without="with --once")
     if args.ready_s is not None and args.listen is None:
         raise InvalidInputError("--ready-s needs an address", hint="add --listen HOST:PORT")
@@ -56,17 +103,43 @@ def follow(args: argparse.Namespace, out: Output) -> None:
         require_unused(args, ("exec_timeout_s",), without="--exec")
     timeout_s = EXEC_TIMEOUT_S if args.exec_timeout_s is None else args.exec_timeout_s
     hook = None if args.program is None else Hook(args.program, args.target, timeout_s=timeout_s)
-    moves: Moves = SimpleQueue()
+    moves = SimpleQueue[Advance | None]()
+
+    def observe(moved: Advance) -> None:
+        if hook is not None and not args.once:
+            # No other switch until the command has loaded this one: the folder of an older version is removed.
+            follower.pause()
+        moves.put(moved)
+
+    def show(moved: Advance) -> None:
+        lag, lag_s = follower.status().lag, None
+        if moved.committed_unix_s is not None:
+            lag_s = max(0.0, time.time() - moved.committed_unix_s)
+        fields = {
+            "version": moved.version,
+            "from_version": moved.from_version,
+            "lag": lag,
+            "lag_s": None if lag_s is None else round(lag_s, 3),
+            "edges": moved.edges,
+            "bytes": moved.nbytes,
+            "changed": moved.changed,
+            "seconds": asdict(moved.seconds),
+        }
+        out.event(fields, move_text(moved, lag=lag, lag_s=lag_s), has_time=True)
+
     with ExitStack() as held:
-        target = _target(args, hook)
+        if args.sglang is None:
+            target = FolderTarget(args.target)
+        else:
+            target = SglangTarget(
+                args.target,
+                args.sglang,
+                path_there=args.sglang_path,
+                pause=args.pause or "retract",
+                keeps_cache=args.keep_cache,
+                only_changes=args.only_changes,
+            )
         held.callback(target.close)
-
-        def observe(moved: Advance) -> None:
-            if hook is not None and not args.once:
-                # No other switch until the command has loaded this one: the folder of an older version is removed.
-                follower.pause()
-            moves.put(moved)
-
         follower = held.enter_context(
             Follower(
                 args.url,
@@ -79,7 +152,6 @@ def follow(args: argparse.Namespace, out: Output) -> None:
                 trust_code=args.trust_code,
             )
         )
-        show = partial(_print_move, out, follower)
         if args.once:
             moved = follower.advance()
             version = target.version
@@ -91,25 +163,10 @@ def follow(args: argparse.Namespace, out: Output) -> None:
                 _run_once(hook)
             return
         held.enter_context(_listening(args, out, follower, hook))
-        _follow_and_print(follower, moves, show, hook)
+        _follow_and_print(follower, target, moves, show, hook)
 
 
-def _target(args: argparse.Namespace, hook: Hook | None) -> FolderTarget:
-    if args.sglang is not None:
-        return SglangTarget(
-            args.target,
-            args.sglang,
-            path_there=args.sglang_path,
-            pause=args.pause or "retract",
-            keeps_cache=args.keep_cache,
-            only_changes=args.only_changes,
-        )
-    target = _HookedFolder(args.target)
-    target.hook = hook
-    return target
-
-
-def _run_once(hook: Hook) -> None:
+def _run_once(hook: "Hook") -> None:
     """Run the command, with a few retries. EngineError if it fails each time."""
     for i in range(_ONCE_TRIES):
         wait_s = hook.run()
@@ -125,7 +182,9 @@ def _run_once(hook: Hook) -> None:
     )
 
 
-def _listening(args: argparse.Namespace, out: Output, follower: Follower, hook: Hook | None) -> Any:
+def _listening(args: argparse.Namespace, out: Output, follower: "Follower", hook: "Hook | None") -> Any:
+    from deltasync.replica.events import follower_metrics, no_version
+
     read_hook = None if hook is None else lambda: hook.status
 
     def why_not_ready() -> str | None:
@@ -143,13 +202,32 @@ def _listening(args: argparse.Namespace, out: Output, follower: Follower, hook: 
     return listening(args, out, follower.status, collector, why_not_ready=why_not_ready, details=details)
 
 
-def _follow_and_print(follower: Follower, moves: Moves, show: Callable[[Advance], None], hook: Hook | None) -> None:
+def _follow_and_print(
+    follower: "Follower",
+    target: "FolderTarget",
+    moves: "SimpleQueue[Advance | None]",
+    show: Callable[["Advance"], None],
+    hook: "Hook | None",
+) -> None:
     """Follow in a thread and print in this one, where a broken pipe can hold no lock of the follower."""
 
     def stop() -> None:
         if hook is not None:
             hook.stop()
         follower.stop()
+
+    def run_hook(hook: "Hook") -> float | None:
+        """Run the command if it is due, and let heartbeats say how it does. The seconds until it is looked at again."""
+        follower.pause()
+        try:
+            wait_s, status = hook.run(), hook.status
+            if status.error is not None:
+                target.engine = f"folder; the command {status.error} for version {status.failing_version}"
+            elif status.version is not None:
+                target.engine = f"folder; the command ran for version {status.version}"
+            return wait_s
+        finally:
+            follower.resume()
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(follower.follow)
@@ -164,49 +242,17 @@ def _follow_and_print(follower: Follower, moves: Moves, show: Callable[[Advance]
                         if moved is None:
                             break
                         show(moved)
-                    if hook is not None:
-                        wait_s = _run_hook(follower, hook, has_moved=moved is not None)
+                    if hook is None:
+                        continue
+                    # Without a version, the folder may be one of an earlier process, which is not proved yet.
+                    is_proved = moved is not None or follower.status().version is not None
+                    wait_s = run_hook(hook) if is_proved else _LOOK_S
         finally:
             stop()
     done.result()
 
 
-def _run_hook(follower: Follower, hook: Hook, *, has_moved: bool) -> float | None:
-    """Run the command if it is due. Returns the seconds until it has to be looked at again."""
-    if not has_moved and follower.status().version is None:
-        # The folder may be one of an earlier process, which is not proved yet.
-        return _LOOK_S
-    follower.pause()
-    try:
-        return hook.run()
-    finally:
-        follower.resume()
-
-
-@printing()
-def _print_move(out: Output, follower: Follower, moved: Advance) -> None:
-    now_unix_s = time.time()
-    lag = follower.status().lag
-    lag_s = None if moved.committed_unix_s is None else max(0.0, now_unix_s - moved.committed_unix_s)
-    if out.is_json:
-        out.json_line(
-            {
-                "time_unix_s": round(now_unix_s, 3),
-                "version": moved.version,
-                "from_version": moved.from_version,
-                "lag": lag,
-                "lag_s": None if lag_s is None else round(lag_s, 3),
-                "edges": list(moved.edges),
-                "bytes": moved.nbytes,
-                "changed": moved.changed,
-                "seconds": asdict(moved.seconds),
-            }
-        )
-        return
-    out.line(f"{time_text(now_unix_s)}  {move_text(moved, lag=lag, lag_s=lag_s)}", indent=" " * 21)
-
-
-def move_text(moved: Advance, *, lag: int | None, lag_s: float | None) -> str:
+def move_text(moved: "Advance", *, lag: int | None, lag_s: float | None) -> str:
     """An advance in words: where it led, how far behind that is, what was fetched, and how long it took."""
     if moved.from_version == moved.version:
         return f"version {moved.version} is already live"

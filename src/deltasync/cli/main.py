@@ -1,8 +1,7 @@
 """The `deltasync` command: the list of all commands, which runs one and turns errors into messages and exit codes.
 
-What commands do is imported only when one of them runs, so that help is quick. Commands on feeds and replicas import
-NumPy, stores and kernels, so their arguments are in modules of their own, `feed_arguments` and `replica_arguments`. A
-module that imports none of these until its command runs has both.
+The module of a command has the function of its name, and `NAME_arguments` beside it. It is imported only for its
+command, and imports NumPy, stores and kernels only when that runs, so that help is quick.
 """
 
 import argparse
@@ -17,18 +16,47 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
+import deltasync
 from deltasync import __version__
-from deltasync.cli import checkpoints, feed_arguments, replica_arguments
 from deltasync.cli.output import Output
-from deltasync.cli.parser import FEED_VARIABLE, Commands, Parser, UsageError, add_command, read_arguments
-from deltasync.cli.plan import add_plan
+from deltasync.cli.parser import FEED_VARIABLE, Parser, UsageError, read_arguments
 from deltasync.errors import ConflictError, CorruptError, DeltasyncError, FormatError, MismatchError, printable
 from deltasync.parallel import set_threads
+
+COMMANDS = {
+    "publish": ("feeds", "Commit a checkpoint as the next version of a feed."),
+    "log": ("feeds", "List the versions of a feed."),
+    "show": ("feeds", "Describe one version, and list what a restore of it fetches."),
+    "verify": ("feeds", "Check every version of a feed."),
+    "restore": ("feeds", "Write a version as a checkpoint folder."),
+    "prune": ("upkeep", "Delete the payloads of old versions."),
+    "compact": ("upkeep", "Write skips, so that late replicas fetch less."),
+    "relay": ("upkeep", "Copy a feed to other stores."),
+    "pin": ("upkeep", "Keep a version for good, under a name."),
+    "unpin": ("upkeep", "Remove a pin, or all pins of a version."),
+    "pins": ("upkeep", "List the pins of a feed."),
+    "import": ("folders", "Publish folders of deltas, as slime writes them, to a feed."),
+    "export": ("folders", "Write a feed as folders of deltas, as slime and others read them."),
+    "follow": ("follow", "Keep a checkpoint folder at the newest version of a feed."),
+    "status": ("watch", "List the replicas of a feed and the versions that they serve."),
+    "watch": ("watch", "Show a feed and its replicas in the terminal, live."),
+    "ui": ("watch", "Serve a web page that shows a feed and its replicas, live."),
+    "report": ("watch", "Write the page of `ui` as one HTML file."),
+    "serve": ("serve", "Start a vLLM server that follows a feed."),
+    "diff": ("checkpoints", "Write the delta between two checkpoints to a file."),
+    "apply": ("checkpoints", "Write the checkpoint that a delta leads to from an older one."),
+    "inspect": ("checkpoints", "Describe the contents of a payload."),
+    "digest": ("checkpoints", "Print the state digest of a checkpoint."),
+    "plan": ("plan", "Estimate what a feed would cost: time, bytes, memory, dollars."),
+    "doctor": ("doctor", "Check this machine and, with a URL, the store of a feed."),
+    "completion": ("main", "Print the completion script of a shell."),
+}
+"""The commands in the order of the help, each with its module in `deltasync.cli` and a summary."""
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -79,6 +107,10 @@ def _run(argv: Sequence[str] | None) -> None:
         set_threads(getattr(args, "threads", None))
         out = Output.of(is_json=args.json, is_plain=args.plain, is_quiet=args.quiet)
         command = getattr(import_module(f"deltasync.cli.{args.module}"), args.function)
+        if hasattr(args, "url"):
+            # Most of what a command on a feed needs. An import has places where Python ignores an interrupt.
+            for name in deltasync.__all__:
+                getattr(deltasync, name)
         if argv is None and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             # Until now an interrupt has ended this process at once. From here on there is something to clean up.
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -87,11 +119,12 @@ def _run(argv: Sequence[str] | None) -> None:
 
 def parse(argv: Sequence[str] | None, *, environment: Mapping[str, str] = os.environ) -> argparse.Namespace:
     """The command and its arguments, by default those of this process, as `read_arguments` gives them."""
-    return read_arguments(build_parser(), sys.argv[1:] if argv is None else argv, environment)
+    given = sys.argv[1:] if argv is None else argv
+    return read_arguments(build_parser(given), given, environment)
 
 
-def build_parser() -> Parser:
-    """The parser of all commands."""
+def build_parser(given: Collection[str] | None = None) -> Parser:
+    """The parser of all commands. With the words `given`, only commands that are among them get their arguments."""
     parser = Parser(
         prog="deltasync",
         description="Ships the weights of a model in training through an object store.",
@@ -102,45 +135,20 @@ def build_parser() -> Parser:
     )
     parser.add_argument("-V", "--version", action="version", version=f"deltasync {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    for add in (
-        feed_arguments.add_publish,
-        feed_arguments.add_log,
-        feed_arguments.add_show,
-        feed_arguments.add_verify,
-        feed_arguments.add_restore,
-        feed_arguments.add_prune,
-        feed_arguments.add_compact,
-        feed_arguments.add_relay,
-        feed_arguments.add_pin,
-        feed_arguments.add_unpin,
-        feed_arguments.add_pins,
-        feed_arguments.add_import,
-        feed_arguments.add_export,
-        replica_arguments.add_follow,
-        replica_arguments.add_status,
-        replica_arguments.add_watch,
-        replica_arguments.add_ui,
-        replica_arguments.add_report,
-        replica_arguments.add_serve,
-        checkpoints.add_diff,
-        checkpoints.add_apply,
-        checkpoints.add_inspect,
-        checkpoints.add_digest,
-        add_plan,
-        feed_arguments.add_doctor,
-        add_completion,
-    ):
-        add(commands)
+    output = {"json": False, "plain": False, "verbose": 0, "quiet": False}
+    for name, (module, summary) in COMMANDS.items():
+        command: Parser = commands.add_parser(
+            name, help=summary[0].lower() + summary[1:].rstrip("."), description=summary
+        )
+        command.set_defaults(command=name, module=module, function=name, parser=command, **output)
+        if given is None or name in given:
+            getattr(import_module(f"deltasync.cli.{module}"), f"{name}_arguments")(command)
     return parser
 
 
-def add_completion(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "completion",
-        "main",
-        "Print the completion script of a shell.",
-        more="It completes commands, options, their values, and paths.",
+def completion_arguments(parser: Parser) -> None:
+    parser.explain(
+        "It completes commands, options, their values, and paths.",
         example='eval "$(deltasync completion bash)"    # in ~/.bashrc',
         has_output=False,
     )
@@ -174,9 +182,16 @@ def guarded(run: Callable[[], None], *, is_json: bool = False) -> int:
         _fail({"kind": "usage", "message": error.message, "hint": error.hint}, EXIT_USAGE, is_json=is_json)
         raise SystemExit(EXIT_USAGE) from None
     except DeltasyncError as error:
-        return _fail(_fields(error), _exit_code(error), is_json=is_json)
+        code = EXIT_CORRUPT if isinstance(error, (CorruptError, FormatError, MismatchError)) else EXIT_ERROR
+        fields = {name: getattr(error, name) for name in ("kind", "message", "rule", "hint", "key", "version")}
+        return _fail(fields, EXIT_CONFLICT if isinstance(error, ConflictError) else code, is_json=is_json)
     except OSError as error:
-        _abandon_stdout()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            # Let the interpreter not complain again at its exit about output that cannot be written.
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
             return EXIT_BROKEN_PIPE
         return _fail(_os_fields(error), EXIT_ERROR, is_json=is_json)
@@ -188,32 +203,6 @@ def guarded(run: Callable[[], None], *, is_json: bool = False) -> int:
         message = f"{type(error).__name__}: {error} (this is a bug in deltasync)"
         return _fail({"kind": "bug", "message": message}, EXIT_ERROR, is_json=is_json)
     return EXIT_OK
-
-
-def _abandon_stdout() -> None:
-    """Let the interpreter not complain again at its exit about output that cannot be written."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _exit_code(error: DeltasyncError) -> int:
-    if isinstance(error, ConflictError):
-        return EXIT_CONFLICT
-    return EXIT_CORRUPT if isinstance(error, (CorruptError, FormatError, MismatchError)) else EXIT_ERROR
-
-
-def _fields(error: DeltasyncError) -> dict[str, Any]:
-    return {
-        "kind": error.kind,
-        "message": error.message,
-        "rule": error.rule,
-        "hint": error.hint,
-        "key": error.key,
-        "version": error.version,
-    }
 
 
 def _os_fields(error: OSError) -> dict[str, Any]:
@@ -242,13 +231,18 @@ def _fail(fields: dict[str, Any], code: int, *, is_json: bool) -> int:
     return code
 
 
-class _LogFormatter(logging.Formatter):
-    """One line for each record: `warning: …`, with the time for commands that run for long, or as JSON."""
+class _LogHandler(logging.StreamHandler[Any]):
+    """Writes one line to stderr for each record: `warning: …`, with the time if a command runs for long, or as JSON."""
 
     def __init__(self, *, is_json: bool, has_time: bool) -> None:
         super().__init__()
         self._is_json = is_json
         self._has_time = has_time
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # What stderr is by now: a progress bar replaces it.
+        self.stream = sys.stderr
+        super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
         level, message = record.levelname.lower(), printable(record.getMessage())
@@ -259,21 +253,12 @@ class _LogFormatter(logging.Formatter):
         return trace + f"{prefix}{level}: {message}"
 
 
-class _StderrHandler(logging.StreamHandler[Any]):
-    """Writes to what stderr is when a record comes, as a progress bar replaces it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
-
-
 @contextmanager
 def _logging(args: argparse.Namespace) -> Iterator[None]:
     """Log to stderr during a command: warnings, with -v what is done, with -vv details, with -q errors only."""
     level = logging.ERROR if args.quiet else (logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)]
-    handler = _StderrHandler()
+    handler = _LogHandler(is_json=args.json, has_time=getattr(args, "follow", args.command == "follow"))
     handler.setLevel(level)
-    handler.setFormatter(_LogFormatter(is_json=args.json, has_time=getattr(args, "follow", args.command == "follow")))
     logger = logging.getLogger("deltasync")
     level_before, show_before = logger.level, warnings.showwarning
     logger.addHandler(handler)

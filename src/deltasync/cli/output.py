@@ -1,21 +1,23 @@
 """How a command prints its result: as JSON, as plain text for other programs, or as text that fits a terminal.
 
 Plain text is printed if stdout is not a terminal, or with `--plain`: tables have all columns, tabs between them, and
-numbers without separators and units; nothing is shortened, wrapped or coloured.
+numbers without separators and units; nothing is shortened, wrapped or coloured. At the end are the texts of numbers,
+sizes, times and versions for people.
 """
 
 import json
+import math
 import os
 import shutil
 import sys
 import textwrap
+import time
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from deltasync.cli.units import number_text, or_dash
 from deltasync.errors import printable
 from deltasync.parallel import Progress as ProgressCallback
 
@@ -32,16 +34,6 @@ class OutputError(OSError):
     """What a command prints cannot be written: its reader has gone, or the disk is full."""
 
 
-@contextmanager
-def printing() -> Iterator[None]:
-    """Flush what the block prints. An OSError becomes an OutputError, so that a poll loop ends instead of retrying."""
-    try:
-        yield
-        sys.stdout.flush()
-    except OSError as error:
-        raise OutputError(error.errno, error.strerror) from error
-
-
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table. `text` shows a value that is not None on a terminal; plain text has its `str`.
@@ -54,6 +46,11 @@ class Column:
     text: Callable[[Any], str] = str
     rank: int = 0
     is_name: bool = False
+
+
+def number_text(count: int) -> str:
+    """A whole number with separators: 1,234,567."""
+    return f"{count:,}"
 
 
 def number_column(name: str, *, rank: int = 0) -> Column:
@@ -87,6 +84,23 @@ class Output:
     def json_line(self, value: Any) -> None:
         """Print one JSON object on one line, and flush it for a program that reads along."""
         print(json.dumps(value, ensure_ascii=True), flush=True)
+
+    def event(self, fields: Mapping[str, Any], text: str, *, has_time: bool = False) -> None:
+        """Print what has just happened, for a reader that follows: the fields as JSON on one line, or the text.
+
+        OutputError if that fails, so that a poll loop ends instead of retrying.
+        """
+        now_unix_s = time.time()
+        try:
+            if self.is_json:
+                self.json_line({"time_unix_s": round(now_unix_s, 3), **fields} if has_time else fields)
+            elif has_time:
+                self.line(f"{time_text(now_unix_s)}  {text}", indent=" " * 21)
+            else:
+                self.line(text, indent="  ")
+            sys.stdout.flush()
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror) from error
 
     def line(self, text: str, *, indent: str = "") -> None:
         """Print a sentence. A terminal gets it wrapped at spaces, with `indent` before its later lines."""
@@ -134,7 +148,13 @@ class Output:
                 print("\t".join(printable(or_dash(value)) for value in row))
             return
         self.line(title)
-        cells = [[_cell(column, value) for column, value in zip(columns, row, strict=True)] for row in values]
+        cells = [
+            [
+                printable("-" if value is None else column.text(value))
+                for column, value in zip(columns, row, strict=True)
+            ]
+            for row in values
+        ]
         widths = fitted_widths(columns, cells, self.columns)
         kept = [i for i in range(len(columns)) if i in widths]
         self._row([shortened(columns[i].name, widths[i]) for i in kept], columns, widths, _BOLD)
@@ -173,10 +193,6 @@ class Output:
                 shown.update(tasks[phase], completed=done)
 
             yield update
-
-
-def _cell(column: Column, value: Any) -> str:
-    return printable("-" if value is None else column.text(value))
 
 
 def text_width(text: str) -> int:
@@ -227,3 +243,89 @@ def fitted_widths(columns: Sequence[Column], cells: Sequence[Sequence[str]], mos
     for i in (i for i in names if i in widths):
         widths[i] += max(0, min(-excess(), natural[i] - widths[i]))
     return widths
+
+
+def count_text(count: int, noun: str) -> str:
+    """A count with its noun: 1 version, 2 versions."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def or_dash(value: object) -> str:
+    """A value as text; `-` for None."""
+    return "-" if value is None else str(value)
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes with a decimal unit: 1234567 is 1.23 MB."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{nbytes} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def share_text(part: int, whole: int) -> str:
+    """A share in percent."""
+    return "-" if whole == 0 else f"{100 * part / whole:.3f} %"
+
+
+def percent(part: int | None, whole: int) -> float | None:
+    """A share in percent as a number; None if it is not known."""
+    return None if part is None or whole == 0 else round(100 * part / whole, 6)
+
+
+def ratio_text(part: int, whole: int) -> str:
+    """How many times smaller the part is: `218 times smaller`."""
+    if part == 0 or whole == 0:
+        return "-"
+    ratio = whole / part
+    return f"{ratio:,.0f} times smaller" if ratio >= 100 else f"{ratio:.3g} times smaller"
+
+
+def bits_text(nbytes: int, changed: int) -> str:
+    """Bits per changed element."""
+    return "-" if changed == 0 else f"{8 * nbytes / changed:.2f}"
+
+
+def duration_text(seconds: float) -> str:
+    """A duration with its unit: `4.2 ms`, `2.31 s`, `3 min 12 s`, `5 h 10 min`, `2 d 4 h`."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
+    if math.isinf(seconds):
+        return "-"
+    whole = round(seconds)
+    for size, unit, smaller, smaller_unit in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size:,} {unit}" + (f" {rest} {smaller_unit}" if rest else "")
+    return f"{whole} s"
+
+
+def time_text(unix_s: float) -> str:
+    """A time in UTC."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(unix_s))
+    except (OverflowError, ValueError, OSError):
+        return str(unix_s)
+
+
+def versions_text(versions: Collection[int]) -> str:
+    """Ascending versions as ranges with their noun: `version 7`, or `versions 0-3, 7`."""
+    return f"{'version' if len(versions) == 1 else 'versions'} {ranges_text(versions)}"
+
+
+_RANGES_MAX = 50
+"""Ranges that are printed: junk in a store can make thousands of them, in each of thousands of lines."""
+
+
+def ranges_text(versions: Iterable[int]) -> str:
+    """Ascending versions as ranges: `0-3, 7`. Of very many ranges, only the first ones and the last one."""
+    from deltasync.format import keys  # here, so that help does not import the format
+
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in keys.ranges(versions)]
+    if len(texts) > _RANGES_MAX:
+        texts = [*texts[: _RANGES_MAX - 2], f"{len(texts) - _RANGES_MAX + 1} more ranges", texts[-1]]
+    return ", ".join(texts)

@@ -61,6 +61,61 @@ class Parser(argparse.ArgumentParser):
         self.places.append(Place(name, convert, optional, repeated))
         self.add_argument(name, nargs="*" if repeated else "?", metavar=name.upper(), help=help)
 
+    def explain(self, more: str, *, example: str, has_output: bool = True) -> None:
+        """Say more than the summary, give an example, and add the options for the output unless it has none."""
+        name = self.prog.rpartition(" ")[2]
+        self.description = f"{self.description}\n{more}"
+        self.epilog = f"example:\n  {example}\n\ndocs/commands.md#{name} has the details."
+        if has_output:
+            add = self.add_argument_group("output").add_argument
+            add("--json", action="store_true", help="print JSON instead of text, errors too")
+            add("--plain", action="store_true", help="print plain text, as into a pipe: tabs, whole numbers")
+            add("-v", "--verbose", action="count", default=0, help="log what is done; -vv logs details")
+            add("-q", "--quiet", action="store_true", help="no progress bars, no warnings")
+
+    def add_url(self) -> None:
+        self.add_place("url", help="the feed: a folder, or s3://…, gs://…, az://…, hf://buckets/…")
+
+    def add_base(self) -> None:
+        self.add_argument(
+            "--base", type=Path, metavar="DIR", help="local copy of the checkpoint that the feed began with"
+        )
+
+    def add_trust_code(self, verb: str) -> None:
+        self.add_argument(
+            "--trust-code",
+            action="store_true",
+            help=f"also {verb} files beside the weights that can run code when they are loaded (*.py, *.bin, *.pt, …)",
+        )
+
+    def add_threads(self) -> None:
+        self.add_argument(
+            "--threads",
+            type=lambda text: number_within(text, least=1, most=THREADS_MAX),
+            metavar="N",
+            help="number of threads (default: one per core)",
+        )
+
+    def add_follow(self, what: str = "versions") -> None:
+        self.add_argument("--follow", action="store_true", help=f"go on with new {what}, until SIGINT or SIGTERM")
+
+    def add_require_fencing(self) -> None:
+        self.add_argument(
+            "--require-fencing", action="store_true", help="refuse a store that cannot keep two writers apart"
+        )
+
+    def add_replica(self) -> None:
+        self.add_argument("--replica", metavar="ID", help="the id in heartbeats (default: random)")
+
+    def add_listen(self) -> None:
+        self.add_argument(
+            "--listen",
+            type=address,
+            metavar="HOST:PORT",
+            help="serve /healthz, /readyz, /status and, with prometheus-client, /metrics while following",
+        )
+        self.add_argument("--metrics", action="store_true", help="refuse to start without /metrics")
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, f"see `{self.prog} --help`")
 
@@ -98,43 +153,32 @@ def read_arguments(parser: Parser, given: Sequence[str], environment: Mapping[st
             options = [name for action in command._actions for name in action.option_strings]
             command.error(f"there is no option {text.partition('=')[0]!r:.80}" + suggestion(text, options))
     # argparse cannot assign arguments that follow an option to places that may be empty: it returns them as the rest.
-    texts: list[str] = []
-    for place in command.places:
+    places, texts = command.places, list[str]()
+    for place in places:
         value = getattr(args, place.name)
         texts += value if isinstance(value, list) else [] if value is None else [value]
-    _assign(args, command, [*texts, *rest], environment.get(FEED_VARIABLE) or None)
-    return args
-
-
-def _assign(args: argparse.Namespace, command: Parser, texts: list[str], feed: str | None) -> None:
-    places = command.places
-    is_repeated = bool(places) and places[-1].is_repeated
-    if len(texts) > len(places) and not is_repeated:
+    texts += rest
+    if len(texts) > len(places) and not (places and places[-1].is_repeated):
         also = " (a pattern needs quotes)" if getattr(args, "watch", False) else ""
         command.error(f"there is one argument too many: {texts[len(places)]!r:.80}{also}")
-    required = [place for place in places if not place.is_optional]
-    if feed is not None and places and places[0].name == "url":
+    required = [place.name.upper() for place in places if not place.is_optional]
+    feed = environment.get(FEED_VARIABLE)
+    if feed and places and places[0].name == "url":
         # With all arguments but the feed, it is the one of the environment; a number is a version and not a feed.
         is_version = len(texts) == 1 and places[-1].name == "version" and texts[0].isdecimal()
         if len(texts) < max(1, len(required)) or is_version:
             texts = [feed, *texts]
-    if is_repeated:
-        setattr(args, places[-1].name, [])
-    last = places[-1:] * (len(texts) - len(places))
-    for place, text in zip([*places, *last], [*texts, *[None] * (len(places) - len(texts))], strict=True):
-        if text is None and not place.is_optional:
-            missing = [each.name.upper() for each in required[len(texts) :]]
-            also = f" (or set {FEED_VARIABLE})" if place.name == "url" else ""
-            verb = "is" if len(missing) == 1 else "are"
-            command.error(f"{' and '.join(missing)} {verb} missing{also}")
+    missing = required[len(texts) :]
+    if missing:
+        also = f" (or set {FEED_VARIABLE})" if missing[0] == "URL" else ""
+        command.error(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{also}")
+    for i, place in enumerate(places):
         try:
-            value = None if text is None else place.convert(text)
-            if place.is_repeated:
-                getattr(args, place.name).append(value)
-            else:
-                setattr(args, place.name, value)
+            values = [place.convert(text) for text in (texts[i:] if place.is_repeated else texts[i : i + 1])]
         except argparse.ArgumentTypeError as error:
             command.error(f"argument {place.name.upper()}: {error}")
+        setattr(args, place.name, values if place.is_repeated else next(iter(values), None))
+    return args
 
 
 def require_unused(args: argparse.Namespace, options: Sequence[str], *, without: str) -> None:
@@ -202,75 +246,8 @@ def seconds_text(text: str) -> str:
     return text
 
 
-Commands = Any
-"""What `add_subparsers` returns; its class is private."""
-
-
-def add_command(
-    commands: Commands, name: str, module: str, summary: str, *, more: str, example: str, has_output: bool = True
-) -> Parser:
-    """Add a command that calls the function of its name in `deltasync.cli.MODULE`."""
-    parser: Parser = commands.add_parser(
-        name,
-        help=summary[0].lower() + summary[1:].rstrip("."),
-        description=f"{summary}\n{more}",
-        epilog=f"example:\n  {example}\n\ndocs/commands.md#{name} has the details.",
-    )
-    parser.set_defaults(
-        command=name, module=module, function=name, parser=parser, json=False, plain=False, verbose=0, quiet=False
-    )
-    if has_output:
-        group = parser.add_argument_group("output")
-        group.add_argument("--json", action="store_true", help="print JSON instead of text, errors too")
-        group.add_argument("--plain", action="store_true", help="print plain text, as into a pipe: tabs, whole numbers")
-        group.add_argument("-v", "--verbose", action="count", default=0, help="log what is done; -vv logs details")
-        group.add_argument("-q", "--quiet", action="store_true", help="no progress bars, no warnings")
-    return parser
-
-
-def add_url(parser: Parser) -> None:
-    parser.add_place("url", help="the feed: a folder, or s3://…, gs://…, az://…, hf://buckets/…")
-
-
-def add_base(parser: Parser) -> None:
-    parser.add_argument(
-        "--base", type=Path, metavar="DIR", help="local copy of the checkpoint that the feed began with"
-    )
-
-
-def add_trust_code(parser: Parser, verb: str) -> None:
-    parser.add_argument(
-        "--trust-code",
-        action="store_true",
-        help=f"also {verb} files beside the weights that can run code when they are loaded (*.py, *.bin, *.pt, …)",
-    )
-
-
-def add_threads(parser: Parser) -> None:
-    parser.add_argument(
-        "--threads",
-        type=lambda text: number_within(text, least=1, most=THREADS_MAX),
-        metavar="N",
-        help="number of threads (default: one per core)",
-    )
-
-
-def add_follow_flag(parser: Parser, what: str = "versions") -> None:
-    parser.add_argument("--follow", action="store_true", help=f"go on with new {what}, until SIGINT or SIGTERM")
-
-
 def add_shadow(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--shadow", type=Path, metavar="FILE", help="keep the last weights in this file, not in memory")
-
-
-def add_require_fencing(parser: Parser) -> None:
-    parser.add_argument(
-        "--require-fencing", action="store_true", help="refuse a store that cannot keep two writers apart"
-    )
-
-
-def add_replica(parser: Parser) -> None:
-    parser.add_argument("--replica", metavar="ID", help="the id in heartbeats (default: random)")
 
 
 def address(text: str) -> tuple[str, int]:
@@ -280,13 +257,3 @@ def address(text: str) -> tuple[str, int]:
         return parse_address(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r:.80} is not HOST:PORT, such as 127.0.0.1:8642") from error
-
-
-def add_listen(parser: Parser) -> None:
-    parser.add_argument(
-        "--listen",
-        type=address,
-        metavar="HOST:PORT",
-        help="serve /healthz, /readyz, /status and, with prometheus-client, /metrics while following",
-    )
-    parser.add_argument("--metrics", action="store_true", help="refuse to start without /metrics")

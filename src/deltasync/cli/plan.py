@@ -4,13 +4,23 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from deltasync.cli.parser import Commands, add_command, add_threads, positive, seconds
+from deltasync.cli.output import (
+    Column,
+    Output,
+    bits_text,
+    count_text,
+    duration_text,
+    number_text,
+    share_text,
+    size_text,
+)
+from deltasync.cli.parser import Parser, positive, seconds
+from deltasync.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from deltasync.cli.output import Output
     from deltasync.estimate import Change, Deployment, Estimate
 
 EGRESS_USD_PER_GB = 0.09
@@ -28,13 +38,9 @@ _MAGNITUDES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _LINK_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
 
-def add_plan(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "plan",
-        "plan",
-        "Estimate what a feed would cost: time, bytes, memory, dollars.",
-        more="Of two checkpoints it measures what a step changes. It sends nothing.",
+def plan_arguments(parser: Parser) -> None:
+    parser.explain(
+        "Of two checkpoints it measures what a step changes. It sends nothing.",
         example="deltasync plan --params 8e9 --changed 1% --link 1gbit --replicas 16",
     )
     parser.add_place("old", optional=True, help="checkpoint folder or .safetensors file: measure its change to NEW")
@@ -85,7 +91,7 @@ def add_plan(commands: Commands) -> None:
         metavar="USD",
         help=f"price of what replicas fetch (default: {EGRESS_USD_PER_GB})",
     )
-    add_threads(parser)
+    parser.add_threads()
 
 
 def _number(what: str, *, least: float = math.ulp(0.0)) -> Callable[[str], float]:
@@ -137,11 +143,19 @@ def _bits_per_s(text: str) -> float:
     return value
 
 
-def plan(args: argparse.Namespace, out: "Output") -> None:
+def plan(args: argparse.Namespace, out: Output) -> None:
     """Print the estimate beside that of full copies."""
     from deltasync.estimate import Deployment, Link, estimate
 
-    _require_fitting(args)
+    for many, few, why in (
+        ("links", "ranks", "a rank uploads over one link"),
+        ("sites", "replicas", "a site has a replica"),
+    ):
+        if (getattr(args, many) or 0) > getattr(args, few):
+            raise InvalidInputError(
+                f"--{many} {getattr(args, many)} is more than --{few} {getattr(args, few)}",
+                hint=f"{why}: give at least as many {few}",
+            )
     change = _change(args, out)
     round_trip_s = args.rtt_ms / 1000
     deployment = Deployment(
@@ -157,28 +171,37 @@ def plan(args: argparse.Namespace, out: "Output") -> None:
     )
     found = estimate(change, deployment)
     if out.is_json:
-        out.json(_to_json(change, deployment, found))
+        out.json(
+            {
+                "change": {**asdict(change), "density": change.density},
+                "deployment": asdict(deployment),
+                "step_to_live_s": found.step_to_live_s,
+                "phases_s": asdict(found.phases),
+                "held_s": found.held_s,
+                "pause_s": found.pause_s,
+                "versions_per_hour": found.versions_per_hour,
+                "publish_every_s": found.publish_every_s,
+                "follow_every_s": found.follow_every_s,
+                "traffic": asdict(found.traffic),
+                "anchor": {
+                    "versions": found.anchor_versions,
+                    "bytes": change.anchor_bytes,
+                    "put_s": found.anchor_put_s,
+                },
+                "join": {"bytes": found.join_bytes, "seconds": found.join_s},
+                "memory": {"rank_bytes": found.trainer_memory_bytes, "replica_bytes": found.replica_memory_bytes},
+                "full_copy": {
+                    "step_to_live_s": found.copy_step_to_live_s,
+                    "every_s": found.copy_every_s,
+                    **asdict(found.copy_traffic),
+                },
+            }
+        )
     else:
         _print(out, change, deployment, found)
 
 
-def _require_fitting(args: argparse.Namespace) -> None:
-    """InvalidInputError, by the names of the options, for more links than ranks or more sites than replicas."""
-    from deltasync.errors import InvalidInputError
-
-    for many, few, why in (
-        ("links", "ranks", "a rank uploads over one link"),
-        ("sites", "replicas", "a site has a replica"),
-    ):
-        if (getattr(args, many) or 0) > getattr(args, few):
-            raise InvalidInputError(
-                f"--{many} {getattr(args, many)} is more than --{few} {getattr(args, few)}",
-                hint=f"{why}: give at least as many {few}",
-            )
-
-
-def _change(args: argparse.Namespace, out: "Output") -> "Change":
-    from deltasync.errors import InvalidInputError
+def _change(args: argparse.Namespace, out: Output) -> "Change":
     from deltasync.estimate import Change, density_at
 
     given = [f"--{name}" for name in _MODEL_OPTIONS if getattr(args, name) is not None]
@@ -205,56 +228,17 @@ def _change(args: argparse.Namespace, out: "Output") -> "Change":
     return Change.assumed(args.params, args.changed or density_at(args.lr), dtype=dtype)
 
 
-def _to_json(change: "Change", deployment: "Deployment", found: "Estimate") -> dict[str, Any]:
-    def traffic(of: Any) -> dict[str, float]:
-        names = ("up_bytes", "down_bytes", "up_bytes_per_hour", "down_bytes_per_hour", "egress_usd_per_hour")
-        return {name: getattr(of, name) for name in names}
+def _print(out: Output, change: "Change", deployment: "Deployment", found: "Estimate") -> None:
+    is_plain = out.columns is None
 
-    return {
-        "change": {**asdict(change), "density": change.density},
-        "deployment": asdict(deployment),
-        "step_to_live_s": found.step_to_live_s,
-        "phases_s": asdict(found.phases),
-        "held_s": found.held_s,
-        "pause_s": found.pause_s,
-        "versions_per_hour": found.traffic.versions_per_hour,
-        "publish_every_s": found.publish_every_s,
-        "follow_every_s": found.follow_every_s,
-        "traffic": traffic(found.traffic),
-        "anchor": {"versions": found.anchor_versions, "bytes": change.anchor_bytes, "put_s": found.anchor_put_s},
-        "join": {"bytes": found.join_bytes, "seconds": found.join_s},
-        "memory": {"rank_bytes": found.trainer_memory_bytes, "replica_bytes": found.replica_memory_bytes},
-        "full_copy": {
-            "step_to_live_s": found.copy_step_to_live_s,
-            "every_s": found.copy_every_s,
-            **traffic(found.copy_traffic),
-        },
-    }
+    def size(nbytes: float) -> str:
+        return str(round(nbytes)) if is_plain else size_text(round(nbytes))
 
+    def duration(seconds: float) -> str:
+        return f"{seconds:.6g}" if is_plain else duration_text(seconds)
 
-@dataclass(frozen=True, slots=True)
-class _Quantity:
-    """A number and its text for people; a program gets the number."""
-
-    value: int | float
-    text: Callable[[Any], str]
-
-    def __str__(self) -> str:
-        return str(self.value) if isinstance(self.value, int) else f"{self.value:.6g}"
-
-
-def _print(out: "Output", change: "Change", deployment: "Deployment", found: "Estimate") -> None:
-    from deltasync.cli.output import Column
-    from deltasync.cli.units import bits_text, count_text, duration_text, number_text, share_text, size_text
-
-    def size(nbytes: float) -> _Quantity:
-        return _Quantity(round(nbytes), size_text)
-
-    def duration(seconds: float) -> _Quantity:
-        return _Quantity(seconds, duration_text)
-
-    def dollars(usd: float) -> _Quantity:
-        return _Quantity(usd, "${:,.2f}".format)
+    def dollars(usd: float) -> str:
+        return f"{usd:.6g}" if is_plain else f"${usd:,.2f}"
 
     anchors = "none"
     if found.anchor_versions is not None:
@@ -270,14 +254,14 @@ def _print(out: "Output", change: "Change", deployment: "Deployment", found: "Es
             ("anchors", anchors),
             (
                 "versions",
-                f"{found.traffic.versions_per_hour:,.1f} an hour; one can be published every "
+                f"{found.versions_per_hour:,.1f} an hour; one can be published every "
                 f"{duration_text(found.publish_every_s)} and taken every {duration_text(found.follow_every_s)}, "
                 f"a full copy every {duration_text(found.copy_every_s)}",
             ),
         )
     )
     ours, copy = found.traffic, found.copy_traffic
-    rows: Mapping[str, tuple[_Quantity, _Quantity | None]] = {
+    rows: Mapping[str, tuple[str, str | None]] = {
         "from step to live": (duration(found.step_to_live_s), duration(found.copy_step_to_live_s)),
         "trainer held": (duration(found.held_s), None),
         "serving paused": (duration(found.pause_s), None),
@@ -291,11 +275,7 @@ def _print(out: "Output", change: "Change", deployment: "Deployment", found: "Es
         "fetched by a late replica": (size(found.join_bytes), size(change.weight_bytes)),
         "until it is at the head": (duration(found.join_s), duration(deployment.downlink.seconds(change.weight_bytes))),
     }
-    columns = (
-        Column("estimate", is_name=True),
-        Column("deltasync", lambda quantity: quantity.text(quantity.value)),
-        Column("full copies", lambda quantity: quantity.text(quantity.value)),
-    )
+    columns = (Column("estimate", is_name=True), Column("deltasync"), Column("full copies"))
     trainers, fleet = count_text(deployment.ranks, "rank"), count_text(deployment.replicas, "replica")
     out.table(f"{trainers}, {fleet}; full copies are the transfer alone", columns, [(k, *v) for k, v in rows.items()])
     total_s = found.step_to_live_s

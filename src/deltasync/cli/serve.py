@@ -12,13 +12,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from deltasync.cli.output import Output
-from deltasync.cli.parser import FEED_VARIABLE
+from deltasync.cli.parser import FEED_VARIABLE, Parser, seconds_text
 from deltasync.errors import InvalidInputError
 from deltasync.format import keys
-from deltasync.store import open_store
-from deltasync.vllm.bootstrap import MIRROR, MODEL, BareModel, bootstrap
 from deltasync.vllm.plugin import BACKEND
-from deltasync.vllm.settings import Settings, variable
+from deltasync.vllm.settings import Settings, options, parse_adapters, variable
 
 _SERVER = "vllm.entrypoints.openai.api_server"
 _TRANSFER = "--weight-transfer-config"
@@ -32,10 +30,75 @@ _PLUGIN_GROUPS = (
 """Entry points of the plugins that vLLM loads unless `VLLM_PLUGINS` is set."""
 
 
+def adapter(text: str) -> str:
+    """NAME=URL, as it was given: all of them become one environment variable, with spaces between them."""
+    try:
+        is_pair = len(parse_adapters(text)) == 1 and text.split() == [text]
+    except InvalidInputError:
+        is_pair = False
+    if not is_pair:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not NAME=URL without spaces")
+    return text
+
+
+def serve_arguments(parser: Parser) -> None:
+    parser.explain(
+        "Becomes vLLM's own API server. Without --model, the feed gives the model, too.",
+        example="deltasync serve --feed s3://bucket/run-42 -- --port 8000",
+        has_output=False,
+    )
+    parser.usage = (
+        "deltasync serve [--feed URL] [--adapter NAME=URL]... [--token-file FILE]\n"
+        "                       [--push] [--mirror FILE] [--pause keep|abort|wait]\n"
+        "                       [--cache clear|keep] [--on-refused exit|serve]\n"
+        "                       [--ready-s S] [--scrub-s S] [--replica ID]\n"
+        "                       [--base DIR] [--trust-code] -- VLLM-ARGUMENTS"
+    )
+    parser.add_argument(
+        "--feed", metavar="URL", help=f"the feed of the weights (default: {FEED_VARIABLE}; without it, they stay)"
+    )
+    parser.add_argument(
+        "--adapter",
+        type=adapter,
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="the feed of a LoRA adapter and the name that requests use; can be repeated",
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the token that the control routes require (default: DELTASYNC_TOKEN)",
+    )
+    parser.add_argument("--push", action="store_true", help="move only on POST /deltasync/advance")
+    for name, option in options():
+        parser.add_argument(name, type=seconds_text if option.get("metavar") == "S" else str, **option)
+    parser.add_replica()
+    parser.add_base()
+    parser.add_trust_code("use")
+    parser.add_argument("arguments", nargs="*", metavar="VLLM-ARGUMENT", help="arguments for vLLM, after --")
+
+
 def serve(args: argparse.Namespace, out: Output) -> None:
-    """Replace this process by the server."""
-    _require_usable(args, os.environ)
-    token = (os.environ.get("DELTASYNC_TOKEN") or None) if args.token_file is None else _read_token(args.token_file)
+    """Replace this process by the server. What it would refuse as a variable is refused here, by the option's name."""
+    from deltasync.store import open_store
+
+    names = [pair.partition("=")[0] for pair in args.adapter]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidInputError(f"--adapter {twice} is given twice", hint="give each adapter a name of its own")
+    if not (args.feed or names or os.environ.get(FEED_VARIABLE) or os.environ.get("DELTASYNC_ADAPTERS")):
+        hint = f"pass --feed URL or --adapter NAME=URL, or set {FEED_VARIABLE}"
+        raise InvalidInputError("there is no feed to follow", hint=hint)
+    if args.replica is not None:
+        keys.replica_key(args.replica)
+    token = os.environ.get("DELTASYNC_TOKEN") or None
+    if args.token_file is not None:
+        token = args.token_file.read_text(encoding="utf-8").strip()
+        if not token:
+            hint = "put a token into it, or leave --token-file out"
+            raise InvalidInputError(f"{args.token_file} is empty", hint=hint)
     given = {
         **{each.name: getattr(args, each.name, None) for each in fields(Settings)},
         "adapters": " ".join(args.adapter) or None,
@@ -56,26 +119,6 @@ def serve(args: argparse.Namespace, out: Output) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(launch.command[0], launch.command, launch.environment)
-
-
-def _require_usable(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """InvalidInputError, which names the option, for what the server would refuse as the value of a variable."""
-    names = [pair.partition("=")[0] for pair in args.adapter]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InvalidInputError(f"--adapter {twice} is given twice", hint="give each adapter a name of its own")
-    if not (args.feed or names or environment.get(FEED_VARIABLE) or environment.get("DELTASYNC_ADAPTERS")):
-        hint = f"pass --feed URL or --adapter NAME=URL, or set {FEED_VARIABLE}"
-        raise InvalidInputError("there is no feed to follow", hint=hint)
-    if args.replica is not None:
-        keys.replica_key(args.replica)
-
-
-def _read_token(path: Path) -> str:
-    text = path.read_text(encoding="utf-8").strip()
-    if not text:
-        raise InvalidInputError(f"{path} is empty", hint="put a token into it, or leave --token-file out")
-    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +151,8 @@ def needs_model(arguments: Sequence[str], settings: Settings) -> bool:
 
 def with_model(launch: Launch, *, trust_code: bool) -> Launch:
     """The same server with the model of the feed, in a private folder that is there as long as this process."""
+    from deltasync.vllm.bootstrap import MIRROR, MODEL, BareModel, bootstrap
+
     settings, given = launch.settings, _options(launch.command)
     assert settings.feed is not None
     model = BareModel.of_feed(
@@ -144,23 +189,25 @@ def prepare_launch(
     names = dict.fromkeys([*(name for name in allowed if name), BACKEND])
     result = {**environment, **added, "VLLM_PLUGINS": ",".join(names)}
     Settings.from_environment(result)
-    transfer = () if _has_backend(arguments) else (_TRANSFER, json.dumps({"backend": BACKEND}))
-    return Launch((sys.executable, "-m", _SERVER, *arguments, *transfer), result)
-
-
-def _has_backend(arguments: Sequence[str]) -> bool:
-    """Whether the arguments of vLLM select our backend; InvalidInputError if they select another one."""
     backend = None
     for option, value in _options(arguments).items():
         if option == _TRANSFER:
-            backend = _parse_backend(value)
+            try:
+                config = json.loads(value)
+            except ValueError:
+                config = None
+            backend = config.get("backend") if isinstance(config, dict) else None
+            if not isinstance(backend, str):
+                message = f"{_TRANSFER} is {value!r:.80}, which names no backend"
+                raise InvalidInputError(message, hint="leave the option out")
         elif option == f"{_TRANSFER}.backend":
             backend = value
     if backend not in (None, BACKEND):
         raise InvalidInputError(
             f"{_TRANSFER} selects the backend {backend!r:.80}, not {BACKEND!r}", hint="leave the option out"
         )
-    return backend is not None
+    transfer = (_TRANSFER, json.dumps({"backend": BACKEND})) if backend is None else ()
+    return Launch((sys.executable, "-m", _SERVER, *arguments, *transfer), result)
 
 
 def _options(arguments: Sequence[str]) -> dict[str, str]:
@@ -173,14 +220,3 @@ def _options(arguments: Sequence[str]) -> dict[str, str]:
             # vLLM takes names with underscores, too.
             options[name.replace("_", "-")] = value if equals else following
     return options
-
-
-def _parse_backend(value: str) -> str:
-    try:
-        config = json.loads(value)
-    except ValueError:
-        config = None
-    backend = config.get("backend") if isinstance(config, dict) else None
-    if not isinstance(backend, str):
-        raise InvalidInputError(f"{_TRANSFER} is {value!r:.80}, which names no backend", hint="leave the option out")
-    return backend

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from deltasync import observe
 from deltasync.cli.output import Output, OutputError
 from deltasync.errors import InvalidInputError
-from deltasync.observe import Collector
-from deltasync.replica.loop import Loop
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from deltasync.observe import Collector
+    from deltasync.replica.loop import Loop
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_SIGNAL_S = 0.1
@@ -34,9 +34,21 @@ def calling_on_signal(stop: Callable[[], None]) -> Iterator[None]:
     thread waits for a lock is not noticed until the wait is over, which here only the signal could end. So the thread
     reads signals from a pipe, which the interpreter writes to at once, whatever the main thread does.
     """
+
+    def watch() -> None:
+        first_s: float | None = None
+        while received := os.read(readable, 1):
+            if received[0] not in _STOP_SIGNALS:
+                continue
+            if first_s is None:
+                first_s = time.monotonic()
+                stop()
+            elif time.monotonic() - first_s > SAME_SIGNAL_S:
+                os._exit(128 + received[0])
+
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
-    watcher = threading.Thread(target=_watch_signals, args=(readable, stop), name="deltasync-signals", daemon=True)
+    watcher = threading.Thread(target=watch, name="deltasync-signals", daemon=True)
     watcher.start()
     wakeup_before = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
     # A handler of ours, as the pipe gets only signals that have one. What it would do, the thread does.
@@ -52,19 +64,6 @@ def calling_on_signal(stop: Callable[[], None]) -> Iterator[None]:
         os.close(readable)
 
 
-def _watch_signals(readable: int, stop: Callable[[], None]) -> None:
-    """Call `stop` on the first signal that comes out of the pipe; end the process on the second."""
-    first_s: float | None = None
-    while received := os.read(readable, 1):
-        if received[0] not in _STOP_SIGNALS:
-            continue
-        if first_s is None:
-            first_s = time.monotonic()
-            stop()
-        elif time.monotonic() - first_s > SAME_SIGNAL_S:
-            os._exit(128 + received[0])
-
-
 def run_until_signal(run: Callable[[], None], stop: Callable[[], None]) -> None:
     """Call `run`, and on SIGINT or SIGTERM `stop`, after which `run` has to return."""
     with calling_on_signal(stop):
@@ -72,9 +71,11 @@ def run_until_signal(run: Callable[[], None], stop: Callable[[], None]) -> None:
 
 
 def poll_until_signal(
-    step: Callable[[], bool], loop: Loop | None = None, *, final: tuple[type[Exception], ...] = ()
+    step: Callable[[], bool], loop: "Loop | None" = None, *, final: tuple[type[Exception], ...] = ()
 ) -> None:
     """Call `step` in a poll loop until SIGINT or SIGTERM, or an error that a retry cannot fix, such as `final` ones."""
+    from deltasync.replica.loop import Loop
+
     loop = Loop() if loop is None else loop
     run_until_signal(lambda: loop.run(step, final=(OutputError, *final)), loop.stop)
 
@@ -92,12 +93,14 @@ def listening(
     args: argparse.Namespace,
     out: Output,
     status: "Callable[[], DataclassInstance]",
-    collector: Collector,
+    collector: "Collector",
     *,
     why_not_ready: Callable[[], str | None],
     details: Callable[[], Mapping[str, Any]] = dict,
 ) -> Iterator[None]:
     """Serve during the block, if `--listen` asks for it, and print the address on standard error."""
+    from deltasync import observe
+
     if args.listen is None:
         yield
         return

@@ -3,44 +3,65 @@
 import argparse
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from deltasync.cli.feeds import manifest_json
-from deltasync.cli.output import Column, Output, OutputError, printing
-from deltasync.cli.service import calling_on_signal, listening, poll_until_signal, require_address
-from deltasync.cli.units import count_text, number_text, share_text, size_text, time_text, versions_text
-from deltasync.errors import ConflictError, InvalidInputError
-from deltasync.feed.log import Log, manifest_key
-from deltasync.feed.pins import pin as keep_version
-from deltasync.feed.pins import pins as read_pins
-from deltasync.feed.pins import unpin as remove_pin
-from deltasync.format.manifest import Manifest
-from deltasync.format.sealed import Pin
-from deltasync.replica.loop import Loop
-from deltasync.store import opened
-from deltasync.upkeep.compact import LEVELS, Compactor
-from deltasync.upkeep.metrics import Role, upkeep_metrics
-from deltasync.upkeep.prune import Pruner, Pruning, Retention, plan_prune
-from deltasync.upkeep.prune import prune as delete
-from deltasync.upkeep.relay import Relay, Relayed
-from deltasync.upkeep.stats import Upkeep
-
-_PIN_COLUMNS = (
-    Column("name", is_name=True),
-    Column("version"),
-    Column("pinned (UTC)", rank=1),
-    Column("note", is_name=True),
-    Column("digest", rank=2),
+import deltasync
+from deltasync.cli.feeds import manifest_json, opened_feed
+from deltasync.cli.output import (
+    Column,
+    Output,
+    OutputError,
+    count_text,
+    number_text,
+    share_text,
+    size_text,
+    time_text,
+    versions_text,
 )
+from deltasync.cli.parser import Parser, positive, seconds, version_or_name
+from deltasync.cli.service import calling_on_signal, listening, poll_until_signal, require_address
+from deltasync.errors import ConflictError, InvalidInputError
+
+if TYPE_CHECKING:
+    from deltasync.format.manifest import Manifest
+    from deltasync.upkeep.metrics import Role
+    from deltasync.upkeep.prune import Retention
+    from deltasync.upkeep.relay import Relay, Relayed
+    from deltasync.upkeep.stats import Upkeep
+
+
+def prune_arguments(parser: Parser) -> None:
+    parser.explain(
+        "Without --yes it only lists them. It may run beside a publisher.",
+        example="deltasync prune s3://bucket/run-42 --keep-anchors 2 --keep-versions 99",
+    )
+    parser.add_url()
+    parser.add_argument(
+        "--keep-anchors", type=positive, required=True, metavar="N", help="keep at least this many anchors"
+    )
+    parser.add_argument(
+        "--keep-versions", type=positive, required=True, metavar="N", help="keep at least this many versions restorable"
+    )
+    parser.add_argument(
+        "--keep-s", type=seconds, metavar="S", help="keep every version restorable that was committed within S seconds"
+    )
+    parser.add_argument("--yes", action="store_true", help="delete; without it nothing is deleted")
+    parser.add_argument("--follow", action="store_true", help="with --yes: prune repeatedly, until SIGINT or SIGTERM")
+    parser.add_argument(
+        "--every-s", type=seconds, default=60.0, metavar="S", help="with --follow: about every S seconds (default: 60)"
+    )
+    parser.add_listen()
 
 
 def prune(args: argparse.Namespace, out: Output) -> None:
     """Delete old versions, or list what that would delete."""
-    retention = Retention(
+    retention = deltasync.Retention(
         anchors=args.keep_anchors, versions=args.keep_versions, age_s=args.keep_s, every_s=args.every_s
     )
     if args.follow and not args.yes:
@@ -51,11 +72,9 @@ def prune(args: argparse.Namespace, out: Output) -> None:
     if args.follow:
         _prune_and_follow(args, out, retention)
         return
-    with opened(args.url) as store:
-        # A mistyped URL must not look as if there were nothing to delete.
-        Log(store).require_head()
-        pruning = plan_prune(store, retention)
-        stay = delete(store, pruning) if args.yes else ()
+    with opened_feed(args.url) as (log, _):
+        pruning = deltasync.plan_prune(log.store, retention)
+        stay = deltasync.prune(log.store, pruning) if args.yes else ()
     if out.is_json:
         unnamed = set(pruning.keys[len(pruning.keys) - pruning.orphans :])
         kept_orphans, kept_pinned = [k for k in stay if k in unnamed], [k for k in stay if k not in unnamed]
@@ -85,8 +104,13 @@ def prune(args: argparse.Namespace, out: Output) -> None:
     out.line(f"{objects} {done}; versions from {pruning.floor} on stay", indent="  ")
 
 
-def _prune_and_follow(args: argparse.Namespace, out: Output, retention: Retention) -> None:
+def _prune_and_follow(args: argparse.Namespace, out: Output, retention: "Retention") -> None:
     """Prune repeatedly until SIGINT or SIGTERM, and print what each run has deleted."""
+    from deltasync.feed.log import Log
+    from deltasync.replica.loop import Loop
+    from deltasync.store import opened
+    from deltasync.upkeep.prune import Pruner
+
     with opened(args.url) as store:
         pruner, loop = Pruner(store, retention), Loop()
         log, due_s = Log(store), 0.0
@@ -98,8 +122,16 @@ def _prune_and_follow(args: argparse.Namespace, out: Output, retention: Retentio
             log.require_head()
             pruning, stay = pruner.run(is_stopping=lambda: loop.is_stopping)
             due_s = time.monotonic() + retention.every_s
-            if len(pruning.keys) > len(stay):
-                _print_run(out, pruning, stay)
+            deleted = len(pruning.keys) - len(stay)
+            if deleted:
+                counts = {"deleted_objects": deleted, "payload_bytes": pruning.payload_bytes, "floor": pruning.floor}
+                held = f"; {count_text(len(pruning.held_by), 'replica')} behind" if pruning.held_by else ""
+                objects = f"{count_text(deleted, 'object')}, {size_text(pruning.payload_bytes)} deleted"
+                out.event(
+                    {**counts, "held_by": pruning.held_by, "pinned": pruning.pinned},
+                    f"{objects}; versions from {pruning.floor} on stay{held}",
+                    has_time=True,
+                )
             return False
 
         with _upkeep_listening(args, out, "pruner", pruner.upkeep):
@@ -107,27 +139,41 @@ def _prune_and_follow(args: argparse.Namespace, out: Output, retention: Retentio
 
 
 def _upkeep_listening(
-    args: argparse.Namespace, out: Output, role: Role, upkeep: Upkeep
+    args: argparse.Namespace, out: Output, role: "Role", upkeep: "Upkeep"
 ) -> AbstractContextManager[None]:
+    from deltasync.upkeep.metrics import upkeep_metrics
+
     collector = upkeep_metrics(role, {(): upkeep})
     return listening(args, out, lambda: upkeep, collector, why_not_ready=upkeep.why_not_ready)
 
 
-@printing()
-def _print_run(out: Output, pruning: Pruning, stay: Sequence[str]) -> None:
-    now_unix_s, deleted = time.time(), len(pruning.keys) - len(stay)
-    if out.is_json:
-        counts = {"deleted_objects": deleted, "payload_bytes": pruning.payload_bytes, "floor": pruning.floor}
-        names = {"held_by": list(pruning.held_by), "pinned": list(pruning.pinned)}
-        out.json_line({"time_unix_s": round(now_unix_s, 3), **counts, **names})
-        return
-    held = f"; {count_text(len(pruning.held_by), 'replica')} behind" if pruning.held_by else ""
-    objects = f"{count_text(deleted, 'object')}, {size_text(pruning.payload_bytes)} deleted"
-    out.line(f"{time_text(now_unix_s)}  {objects}; versions from {pruning.floor} on stay{held}", indent=" " * 21)
+def compact_arguments(parser: Parser) -> None:
+    parser.explain(
+        "A skip leads over many versions at once. It may run beside a publisher.",
+        example="deltasync compact s3://bucket/run-42 --follow",
+    )
+    parser.add_url()
+    parser.add_follow()
+    parser.add_argument(
+        "--levels",
+        type=lambda text: tuple(positive(part) for part in text.split(",")),
+        metavar="N,N,…",
+        help="versions that a skip leads over, each a multiple of the one before (default: 4,16,64)",
+    )
+    parser.add_listen()
+    parser.add_threads()
 
 
 def compact(args: argparse.Namespace, out: Output) -> None:
     """Write the skips that are missing, and print each as it is committed; as JSON all at once, unless it follows."""
+    from deltasync.feed.log import manifest_key
+    from deltasync.replica.loop import Loop
+    from deltasync.store import opened
+    from deltasync.upkeep.compact import LEVELS, Compactor
+
+    def to_json(skip: "Manifest") -> dict[str, Any]:
+        return {**manifest_json(skip), "key": manifest_key(skip)}
+
     require_address(args, follows=args.follow, without="without --follow")
     written: list[Manifest] = []
     with opened(args.url) as store:
@@ -138,7 +184,10 @@ def compact(args: argparse.Namespace, out: Output) -> None:
             for skip in compactor.advance():
                 written.append(skip)
                 if args.follow or not out.is_json:
-                    _print_skip(out, skip)
+                    changed = skip.changed or 0
+                    elements = f"{number_text(changed)} elements ({share_text(changed, skip.elements)})"
+                    text = f"skip from version {skip.parent} to {skip.version}: {elements}, {size_text(skip.nbytes)}"
+                    out.event(to_json(skip), text)
                 if loop.is_stopping:
                     break
             return len(written) > before
@@ -151,24 +200,65 @@ def compact(args: argparse.Namespace, out: Output) -> None:
     if not out.is_json:
         out.line(f"{count_text(len(written), 'skip')} written")
     elif not args.follow:
-        out.json({"skips": [_skip_json(skip) for skip in written]})
+        out.json({"skips": [to_json(skip) for skip in written]})
 
 
-def _skip_json(skip: Manifest) -> dict[str, Any]:
-    return {**manifest_json(skip), "key": manifest_key(skip)}
-
-
-@printing()
-def _print_skip(out: Output, skip: Manifest) -> None:
-    if out.is_json:
-        out.json_line(_skip_json(skip))
-        return
-    changed = f"{number_text(skip.changed or 0)} elements ({share_text(skip.changed or 0, skip.elements)})"
-    out.line(f"skip from version {skip.parent} to {skip.version}: {changed}, {size_text(skip.nbytes)}", indent="  ")
+def relay_arguments(parser: Parser) -> None:
+    parser.explain(
+        "Only what a destination does not have is sent. An interrupted copy goes on.",
+        example="deltasync relay s3://us-bucket/run-42 s3://eu-bucket/run-42 --follow",
+    )
+    parser.add_url()
+    parser.add_place("destination", repeated=True, help="where to copy it to: an empty place, or an earlier copy")
+    parser.add_follow()
+    parser.add_argument(
+        "--every", action="store_true", help="copy every version that can be restored, however far behind"
+    )
+    parser.add_argument("--no-anchors", action="store_true", help="do not copy anchors that were added to versions")
+    parser.add_argument("--skips", action="store_true", help="copy skips, too")
+    parser.add_argument(
+        "--heartbeats", action="store_true", help="let the source know the replicas of the destinations"
+    )
+    parser.add_listen()
 
 
 def relay(args: argparse.Namespace, out: Output) -> None:
-    """Copy a feed to each destination, and print each edge that was sent, and the bytes for each destination."""
+    """Copy a feed to each destination, and print each edge that was sent, and the bytes for each destination.
+
+    As JSON, that is a line for each edge with `--follow`, else one object at the end.
+    """
+    from deltasync.store import opened
+    from deltasync.upkeep.relay import Relay
+
+    sent: list[Relayed] = []
+    edges, sent_bytes = Counter[str](), Counter[str]()
+    lock = threading.Lock()
+
+    def show(edge: "Relayed") -> None:
+        if out.is_json and not args.follow:
+            sent.append(edge)
+            return
+        origin = "" if edge.parent is None else f" from {edge.parent}"
+        left_out = f", {count_text(edge.left_out, 'version')} left out" if edge.left_out else ""
+        text = f"{edge.kind}{origin} to version {edge.version}, {size_text(edge.payload_bytes)}{left_out}"
+        out.event(edge.to_json(), f"{edge.destination}: {text}", has_time=True)
+
+    def send(each: Relay, *, is_stopping: Callable[[], bool] = lambda: False) -> bool:
+        """Send what is new, and print it. Whether there was anything.
+
+        Where training is faster than the link, there is always something new: `is_stopping` ends it.
+        """
+        is_new = False
+        for edge in each.advance():
+            is_new = True
+            with lock:
+                edges[edge.destination] += 1
+                sent_bytes[edge.destination] += edge.payload_bytes + edge.manifest_bytes
+                show(edge)
+            if is_stopping():
+                break
+        return is_new
+
     require_address(args, follows=args.follow, without="without --follow")
     with ExitStack() as held:
         source = held.enter_context(opened(args.url))
@@ -189,14 +279,19 @@ def relay(args: argparse.Namespace, out: Output) -> None:
         # All of them before anything is written to one.
         for each in relays:
             each.check()
-        printer = _RelayPrinter(out, has_lines=args.follow)
         if args.follow:
             with _relays_listening(args, out, relays):
-                _follow_relays(relays, printer)
+                _follow_relays(relays, send)
         else:
             with ThreadPoolExecutor(len(relays)) as pool:
-                list(pool.map(printer.print_all, relays))
-        printer.print_totals([copy.url for copy in copies])
+                list(pool.map(send, relays))
+        urls = [copy.url for copy in copies]
+        if not out.is_json:
+            for url in urls:
+                out.line(f"{url}: {count_text(edges[url], 'edge')}, {size_text(sent_bytes[url])} sent", indent="  ")
+        elif not args.follow:
+            totals = [{"destination": url, "edges": edges[url], "bytes": sent_bytes[url]} for url in urls]
+            out.json({"sent": [edge.to_json() for edge in sent], "destinations": totals})
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +299,12 @@ class _RelayStatus:
     """How far the copies are. `version` is the oldest of their newest versions; None if one has none."""
 
     version: int | None
-    destinations: dict[str, Upkeep]
+    destinations: "dict[str, Upkeep]"
 
 
-def _relays_listening(args: argparse.Namespace, out: Output, relays: Sequence[Relay]) -> AbstractContextManager[None]:
+def _relays_listening(args: argparse.Namespace, out: Output, relays: "Sequence[Relay]") -> AbstractContextManager[None]:
+    from deltasync.upkeep.metrics import upkeep_metrics
+
     upkeeps = {each.destination: each.upkeep for each in relays}
 
     def status() -> _RelayStatus:
@@ -223,18 +320,18 @@ def _relays_listening(args: argparse.Namespace, out: Output, relays: Sequence[Re
     return listening(args, out, status, collector, why_not_ready=why_not_ready)
 
 
-def _follow_relays(relays: Sequence[Relay], printer: "_RelayPrinter") -> None:
+def _follow_relays(relays: "Sequence[Relay]", send: Callable[..., bool]) -> None:
     """Copy new versions to all destinations until SIGINT or SIGTERM, or until one of them fails for good."""
+    from deltasync.replica.loop import Loop
+
     loops = [Loop() for _ in relays]
 
     def stop() -> None:
         for loop in loops:
             loop.stop()
 
-    def follow(each: Relay, loop: Loop) -> None:
-        def step() -> bool:
-            return printer.print_all(each, is_stopping=lambda: loop.is_stopping)
-
+    def follow(each: "Relay", loop: Loop) -> None:
+        step = partial(send, each, is_stopping=lambda: loop.is_stopping)
         try:
             # With a conflict, the destination is a copy of something else by now.
             loop.run(step, final=(ConflictError, OutputError))
@@ -246,74 +343,40 @@ def _follow_relays(relays: Sequence[Relay], printer: "_RelayPrinter") -> None:
             done.result()
 
 
-class _RelayPrinter:
-    """Prints what the relays of several threads have sent, and adds up their bytes.
-
-    As JSON, that is a line for each edge with `has_lines`, else one object at the end.
-    """
-
-    def __init__(self, out: Output, *, has_lines: bool) -> None:
-        self._out = out
-        self._has_lines = has_lines
-        self._sent: list[Relayed] = []
-        self._lock = threading.Lock()
-        self._edges: dict[str, int] = {}
-        self._bytes: dict[str, int] = {}
-
-    def print_all(self, relay: Relay, *, is_stopping: Callable[[], bool] = lambda: False) -> bool:
-        """Send what is new, and print it. Whether there was anything.
-
-        Where training is faster than the link, there is always something new: `is_stopping` ends it.
-        """
-        is_new = False
-        for sent in relay.advance():
-            is_new = True
-            with self._lock:
-                self._edges[sent.destination] = self._edges.get(sent.destination, 0) + 1
-                sent_bytes = sent.payload_bytes + sent.manifest_bytes
-                self._bytes[sent.destination] = self._bytes.get(sent.destination, 0) + sent_bytes
-                self._print(sent)
-            if is_stopping():
-                break
-        return is_new
-
-    def print_totals(self, destinations: Sequence[str]) -> None:
-        """Print the edges and bytes of each destination."""
-        totals = [(url, self._edges.get(url, 0), self._bytes.get(url, 0)) for url in destinations]
-        if not self._out.is_json:
-            for url, edges, sent_bytes in totals:
-                self._out.line(f"{url}: {count_text(edges, 'edge')}, {size_text(sent_bytes)} sent", indent="  ")
-        elif not self._has_lines:
-            copies = [{"destination": url, "edges": edges, "bytes": sent_bytes} for url, edges, sent_bytes in totals]
-            self._out.json({"sent": [sent.to_json() for sent in self._sent], "destinations": copies})
-
-    @printing()
-    def _print(self, sent: Relayed) -> None:
-        now_unix_s = time.time()
-        if self._out.is_json and self._has_lines:
-            self._out.json_line({"time_unix_s": round(now_unix_s, 3), **sent.to_json()})
-            return
-        if self._out.is_json:
-            self._sent.append(sent)
-            return
-        origin = "" if sent.parent is None else f" from {sent.parent}"
-        left_out = f", {count_text(sent.left_out, 'version')} left out" if sent.left_out else ""
-        text = f"{sent.kind}{origin} to version {sent.version}, {size_text(sent.payload_bytes)}{left_out}"
-        self._out.line(f"{time_text(now_unix_s)}  {sent.destination}: {text}", indent=" " * 21)
+def pin_arguments(parser: Parser) -> None:
+    parser.explain(
+        "`prune` deletes nothing that it needs, and its name stands for its number.",
+        example="deltasync pin s3://bucket/run-42 17 --name best --note 'reward 0.71'",
+    )
+    parser.add_url()
+    parser.add_place("version", version_or_name, help="the version, or the name of another pin")
+    parser.add_argument(
+        "--name", metavar="NAME", help="letters, digits, `.`, `_` and `-`, a letter first (default: v and the version)"
+    )
+    parser.add_argument("--note", default="", metavar="TEXT", help="why, for people")
 
 
 def pin(args: argparse.Namespace, out: Output) -> None:
     """Keep a version for good, under a name."""
-    kept = keep_version(args.url, args.version, name=args.name, note=args.note)
+    kept = deltasync.pin(args.url, args.version, name=args.name, note=args.note)
     if out.is_json:
         out.json(kept.to_json())
     else:
         out.line(f"version {kept.version} is pinned as {kept.name}: `prune` keeps it")
 
 
+def unpin_arguments(parser: Parser) -> None:
+    parser.explain(
+        "The next `prune` may delete the version.",
+        example="deltasync unpin s3://bucket/run-42 best",
+    )
+    parser.add_url()
+    parser.add_place("version", version_or_name, help="the name of the pin, or a version")
+
+
 def unpin(args: argparse.Namespace, out: Output) -> None:
     """Remove a pin, or all pins of a version."""
-    removed = remove_pin(args.url, args.version)
+    removed = deltasync.unpin(args.url, args.version)
     if out.is_json:
         out.json({"removed": [pin.to_json() for pin in removed]})
         return
@@ -321,17 +384,27 @@ def unpin(args: argparse.Namespace, out: Output) -> None:
         out.line(f"version {pin.version} is no longer pinned as {pin.name}")
 
 
+def pins_arguments(parser: Parser) -> None:
+    parser.explain(
+        "Prints their names, versions and notes.",
+        example="deltasync pins s3://bucket/run-42",
+    )
+    parser.add_url()
+
+
 def pins(args: argparse.Namespace, out: Output) -> None:
     """List the pins of a feed."""
-    with opened(args.url) as store:
-        # A mistyped URL must not look as if there were no pins.
-        Log(store).require_head()
-        found = read_pins(store)
+    with opened_feed(args.url) as (log, _):
+        found = deltasync.pins(log.store)
     if out.is_json:
         out.json({"pins": [pin.to_json() for pin in found]})
         return
-    out.table(count_text(len(found), "pin"), _PIN_COLUMNS, [_pin_row(pin) for pin in found])
-
-
-def _pin_row(pin: Pin) -> tuple[object, ...]:
-    return pin.name, pin.version, time_text(pin.created_unix_s), pin.note or None, pin.digest[:12]
+    columns = (
+        Column("name", is_name=True),
+        Column("version"),
+        Column("pinned (UTC)", rank=1),
+        Column("note", is_name=True),
+        Column("digest", rank=2),
+    )
+    rows = [(pin.name, pin.version, time_text(pin.created_unix_s), pin.note or None, pin.digest[:12]) for pin in found]
+    out.table(count_text(len(found), "pin"), columns, rows)

@@ -5,55 +5,93 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltasync.cli.feeds import feed_size_text, stored
-from deltasync.cli.output import Column, Output, shortened
+from deltasync.cli.feeds import feed_size_text, opened_feed, stored
+from deltasync.cli.output import (
+    Column,
+    Output,
+    count_text,
+    duration_text,
+    or_dash,
+    ratio_text,
+    share_text,
+    shortened,
+    size_text,
+)
+from deltasync.cli.parser import Parser, address
 from deltasync.cli.service import calling_on_signal, run_until_signal
-from deltasync.cli.units import count_text, duration_text, or_dash, ratio_text, share_text, size_text
 from deltasync.errors import DeltasyncError, MismatchError, StoreError, printable
-from deltasync.feed.log import Log
-from deltasync.files import atomic_write, require_replaceable
-from deltasync.replica.events import ReplicaState, replica_states
-from deltasync.store import opened
-from deltasync.ui.alerts import Alert, alerts
-from deltasync.ui.overview import Overview, Replica, Watch
-from deltasync.ui.page import POLL_S, Page, feed_json, is_report, serving
-from deltasync.ui.page import report as write_report
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from deltasync.replica.events import ReplicaState
+    from deltasync.ui.overview import Overview, Watch
 
 _STYLES = {"critical": "bold red", "warning": "yellow", "notice": "cyan"}
 _BARS = "▁▂▃▄▅▆▇█"
 _LEAST_ROWS = 5
 
 
+def ui_arguments(parser: Parser) -> None:
+    parser.explain(
+        "It goes on until SIGINT or SIGTERM. It reads the feed, and never writes.",
+        example="deltasync ui s3://bucket/run-42",
+    )
+    parser.add_url()
+    parser.add_argument(
+        "--listen",
+        type=address,
+        default=("127.0.0.1", 8642),
+        metavar="HOST:PORT",
+        help="where to serve it (default: 127.0.0.1:8642); other addresses than loopback need DELTASYNC_TOKEN",
+    )
+
+
 def ui(args: argparse.Namespace, out: Output) -> None:
     """Serve the page until SIGINT or SIGTERM; its address is printed to stderr."""
+    from deltasync.listener import listening
+    from deltasync.ui.page import Page
+
     token = os.environ.get("DELTASYNC_TOKEN") or None
-    with opened(args.url) as store:
-        # A mistyped URL must not look as if there were nothing yet.
-        Log(store).require_head()
-        page = Page(store, token=token)
+    with opened_feed(args.url) as (log, _):
+        page = Page(log.store, token=token)
         # Before the address is printed: from then on a signal ends it as it should.
-        with calling_on_signal(page.stop), serving(page, *args.listen, has_token=token is not None) as url:
+        with calling_on_signal(page.stop), listening(page.respond, *args.listen, has_token=token is not None) as url:
             hint = "; it asks for DELTASYNC_TOKEN" if token else ""
             text = json.dumps({"listening": url}) if out.is_json else f"open {url}/ in a browser{hint}"
             print(text, file=sys.stderr, flush=True)
             page.run()
 
 
+def report_arguments(parser: Parser) -> None:
+    parser.explain(
+        "The file has all it needs inside: it opens anywhere, and makes no request.",
+        example="deltasync report s3://bucket/run-42 -o report.html",
+    )
+    parser.add_url()
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, type=Path, help="file to write")
+
+
 def report(args: argparse.Namespace, out: Output) -> None:
     """Write the report, and print what it shows."""
+    from deltasync.files import atomic_write, require_replaceable
+    from deltasync.store import opened
+    from deltasync.ui.page import is_report
+    from deltasync.ui.page import report as write_report
+
     require_replaceable(args.output, is_report, what="a report")
     with opened(args.url) as store:
         html, overview = write_report(store)
     content = html.encode()
     atomic_write(args.output, [content])
-    found = alerts(overview)
+    found = overview.alerts()
     if out.is_json:
-        summary = [alert.to_json() for alert in found]
+        summary = [asdict(alert) for alert in found]
         out.json({"output": str(args.output), "bytes": len(content), "head": _head(overview), "alerts": summary})
         return
     out.line(
@@ -61,71 +99,96 @@ def report(args: argparse.Namespace, out: Output) -> None:
     )
 
 
+def watch_arguments(parser: Parser) -> None:
+    parser.explain(
+        "It goes on until SIGINT or SIGTERM. It reads the feed, and never writes.",
+        example="deltasync watch s3://bucket/run-42",
+    )
+    parser.add_url()
+    parser.add_argument("--once", action="store_true", help="print it once, then exit")
+
+
 def watch(args: argparse.Namespace, out: Output) -> None:
     """Show a feed once, or continuously: on a terminal in place, otherwise a line for each change."""
+    from deltasync.ui.overview import Watch
+    from deltasync.ui.page import feed_json
+
     stopped = threading.Event()
-    with opened(args.url) as store:
-        watched = Watch(store)
-        # A mistyped URL must not look as if there were nothing yet.
-        watched.log.require_head()
-        if args.once:
-            _print(out, watched.refresh())
+    with opened_feed(args.url) as (log, _):
+        watched = Watch(log.store)
+        if not args.once:
+            is_screen = out.columns is not None and not out.is_json
+            show = _watch_terminal if is_screen else _watch_lines
+            run_until_signal(lambda: show(out, watched, stopped), stopped.set)
             return
-        show = _watch_terminal if out.columns is not None and not out.is_json else _watch_lines
-        run_until_signal(lambda: show(out, watched, stopped), stopped.set)
+        overview = watched.refresh()
+    if out.is_json:
+        out.json(feed_json(overview))
+    elif out.columns is not None:
+        from rich.console import Console
+
+        Console(no_color=not out.has_colours, highlight=False).print(_screen(overview, None, out.columns, None))
+    else:
+        for name, value in _summary(overview):
+            print(f"{name}\t{printable(value)}")
+        for alert in overview.alerts():
+            print(f"{alert.level}\t{printable(alert.message)}")
+        for state, lag_s in overview.replicas:
+            print("\t".join(("replica", *(printable(text) for text in _replica_row(state, lag_s)))))
 
 
-def _watch_terminal(out: Output, watched: Watch, stopped: threading.Event) -> None:
+def _watch_terminal(out: Output, watched: "Watch", stopped: threading.Event) -> None:
     from rich.console import Console
     from rich.live import Live
 
     console = Console(no_color=not out.has_colours, highlight=False)
-    overview: Overview | None = None
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        while not stopped.is_set():
-            overview, error = _refreshed(watched, overview)
+        for overview, error in _polled(watched, stopped):
             if overview is not None:
                 live.update(_screen(overview, error, console.width, console.height), refresh=True)
-            stopped.wait(POLL_S)
 
 
-def _refreshed(watched: Watch, before: Overview | None) -> tuple[Overview | None, DeltasyncError | None]:
-    """The feed now; the one before with the error, if it cannot be read."""
-    try:
-        return watched.refresh(), None
-    except DeltasyncError as error:
-        if before is None and not isinstance(error, StoreError):
-            raise
-        return before, error
-
-
-def _watch_lines(out: Output, watched: Watch, stopped: threading.Event) -> None:
+def _watch_lines(out: Output, watched: "Watch", stopped: threading.Event) -> None:
     """Print a line for each new version, replica that moved, and alert that is new or gone."""
     before: dict[str, Any] = {}
-    overview: Overview | None = None
-    while not stopped.is_set():
-        overview, error = _refreshed(watched, overview)
+    for overview, error in _polled(watched, stopped):
         now = {} if overview is None else _facts(overview)
         if error is not None:
             now["store"] = {"event": "unreadable", "message": str(error)}
-        for key, fact in now.items():
-            if before.get(key) != fact:
-                _print_fact(out, fact)
-        for key in before.keys() - now.keys():
-            if before[key]["event"] in ("alert", "unreadable"):
-                _print_fact(out, {**before[key], "event": "over"})
+        new = [fact for key, fact in now.items() if before.get(key) != fact]
+        gone = [before[key] for key in before.keys() - now.keys() if before[key]["event"] in ("alert", "unreadable")]
+        for fact in (*new, *({**fact, "event": "over"} for fact in gone)):
+            if out.is_json:
+                out.json_line(fact)
+            else:
+                print("\t".join(printable(or_dash(value)) for value in fact.values()), flush=True)
         before = now
+
+
+def _polled(watched: "Watch", stopped: threading.Event) -> Iterator[tuple["Overview | None", DeltasyncError | None]]:
+    """The feed again and again, until it is stopped: as it is now, or as it was before with the error of reading it."""
+    from deltasync.ui.page import POLL_S
+
+    overview: Overview | None = None
+    while not stopped.is_set():
+        failure = None
+        try:
+            overview = watched.refresh()
+        except DeltasyncError as error:
+            if overview is None and not isinstance(error, StoreError):
+                raise
+            failure = error
+        yield overview, failure
         stopped.wait(POLL_S)
 
 
-def _facts(overview: Overview) -> dict[str, dict[str, Any]]:
+def _facts(overview: "Overview") -> dict[str, dict[str, Any]]:
     facts: dict[str, dict[str, Any]] = {}
     if overview.head is not None:
         m = overview.head
         change = {"bytes": m.nbytes, "changed": m.changed, "elements": m.elements}
         facts["head"] = {"event": "head", "version": m.version, "step": m.step, **change}
-    for r in overview.replicas:
-        state = r.state
+    for state, _ in overview.replicas:
         facts[f"replica {state.id}"] = {
             "event": "replica",
             "id": state.id,
@@ -133,47 +196,19 @@ def _facts(overview: Overview) -> dict[str, dict[str, Any]]:
             "live": state.is_live,
             "digest_equal": state.has_digest,
         }
-    for alert in alerts(overview):
+    for alert in overview.alerts():
         # Not by its message: the numbers in it change.
         subject = alert.message.partition(" is ")[0].partition(":")[0]
-        facts[f"{alert.kind} {subject}"] = {
-            "event": "alert",
-            "level": alert.level,
-            "kind": alert.kind,
-            "subject": subject,
-        }
+        named = {"event": "alert", "level": alert.level, "kind": alert.kind, "subject": subject}
+        facts[f"{alert.kind} {subject}"] = named
     return facts
 
 
-def _print_fact(out: Output, fact: dict[str, Any]) -> None:
-    if out.is_json:
-        out.json_line(fact)
-        return
-    print("\t".join(printable(or_dash(value)) for value in fact.values()), flush=True)
-
-
-def _print(out: Output, overview: Overview) -> None:
-    if out.is_json:
-        out.json(feed_json(overview))
-        return
-    if out.columns is not None:
-        from rich.console import Console
-
-        Console(no_color=not out.has_colours, highlight=False).print(_screen(overview, None, out.columns, None))
-        return
-    for name, value in _summary(overview):
-        print(f"{name}\t{printable(value)}")
-    for alert in alerts(overview):
-        print(f"{alert.level}\t{printable(alert.message)}")
-    for r in overview.replicas:
-        print("\t".join(("replica", *(printable(text) for text in _replica_row(r)))))
-
-
-def _head(overview: Overview) -> str:
+def _head(overview: "Overview") -> str:
     return "-" if overview.head is None else str(overview.head.version)
 
 
-def _summary(overview: Overview) -> list[tuple[str, str]]:
+def _summary(overview: "Overview") -> list[tuple[str, str]]:
     head, pace = overview.head, overview.versions_per_minute
     if head is None:
         return [("head", "no version yet")]
@@ -194,24 +229,27 @@ def _summary(overview: Overview) -> list[tuple[str, str]]:
     return rows
 
 
-def _replica_row(r: Replica) -> tuple[str, ...]:
-    state = r.state
+def _bits_text(state: "ReplicaState") -> str:
+    return "unknown" if state.has_digest is None else "equal" if state.has_digest else "DIFFERENT"
+
+
+def _replica_row(state: "ReplicaState", lag_s: int | None) -> tuple[str, ...]:
     behind = "-" if state.lag is None else f"{state.lag:,}"
-    if r.lag_s:
-        behind += f" ({duration_text(r.lag_s)})"
-    bits = "unknown" if state.has_digest is None else "equal" if state.has_digest else "DIFFERENT"
+    if lag_s:
+        behind += f" ({duration_text(lag_s)})"
     beat = duration_text(max(1, state.age_s))
     total_s = sum(value for phase, value in state.seconds.items() if phase != "pause")
-    return (state.id, or_dash(state.version), behind, beat, bits, duration_text(total_s) if state.seconds else "-")
+    return (
+        state.id,
+        or_dash(state.version),
+        behind,
+        beat,
+        _bits_text(state),
+        duration_text(total_s) if state.seconds else "-",
+    )
 
 
-def _sparkline(values: list[int], width: int) -> str:
-    shown = values[-width:]
-    most = max(shown, default=0)
-    return "".join(_BARS[min(7, 8 * value // most)] if most else _BARS[0] for value in shown)
-
-
-def _screen(overview: Overview, error: DeltasyncError | None, columns: int, rows: int | None) -> "RenderableType":
+def _screen(overview: "Overview", error: DeltasyncError | None, columns: int, rows: int | None) -> "RenderableType":
     """The whole screen, which fits `columns`, and `rows` if there is a limit. All text is escaped."""
     from rich.console import Group
     from rich.table import Table
@@ -223,78 +261,53 @@ def _screen(overview: Overview, error: DeltasyncError | None, columns: int, rows
     grid = Table.grid(padding=(0, 2))
     for name, value in _summary(overview):
         grid.add_row(Text(name, style="dim"), Text(shortened(printable(value), columns - 14)))
-    deltas = [m.nbytes for m in overview.versions if m.kind == "delta"]
-    grid.add_row(Text("bytes", style="dim"), Text(_sparkline(deltas, columns - 14), style="blue"))
+    deltas = [m.nbytes for m in overview.versions if m.kind == "delta"][-(columns - 14) :]
+    most = max(deltas, default=0)
+    bars = "".join(_BARS[min(7, 8 * value // most)] if most else _BARS[0] for value in deltas)
+    grid.add_row(Text("bytes", style="dim"), Text(bars, style="blue"))
     parts.append(grid)
-    found = alerts(overview)
+    found = overview.alerts()
     room = _LEAST_ROWS if rows is None else max(1, (rows - 12) // 3)
-    parts.extend(_alert_text(alert, columns) for alert in found[:room])
+    for alert in found[:room]:
+        text = shortened(f"{alert.level}: {printable(alert.message)}", columns)
+        parts.append(Text(text, style=_STYLES[alert.level]))
     if len(found) > room:
         parts.append(Text(f"{len(found) - room} more alerts", style="dim"))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name, justify in (
-        ("replica", "left"),
-        ("version", "right"),
-        ("behind", "right"),
-        ("beat", "right"),
-        ("bits", "left"),
-        ("move", "right"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for name in ("replica", "version", "behind", "beat", "bits", "move"):
+        table.add_column(name, justify="left" if name in ("replica", "bits") else "right", no_wrap=True)
     left = len(overview.replicas) if rows is None else max(_LEAST_ROWS, rows - 11 - min(room, len(found)))
     name_columns = max(8, columns - 58)
-    for r in overview.replicas[:left]:
-        cells = _replica_row(r)
-        style = "red" if r.state.has_digest is False else "dim" if not r.state.is_live else ""
-        table.add_row(
-            *(
-                Text(shortened(printable(text), name_columns if i == 0 else 18), style=style)
-                for i, text in enumerate(cells)
-            )
-        )
-    live = sum(r.state.is_live for r in overview.replicas)
-    parts.append(
-        Text(
-            f"{count_text(live, 'live replica')}, {len(overview.replicas) - live + overview.older_replicas} silent",
-            style="dim",
-        )
-    )
+    for state, lag_s in overview.replicas[:left]:
+        cells = _replica_row(state, lag_s)
+        style = "red" if state.has_digest is False else "dim" if not state.is_live else ""
+        widths = (name_columns, *[18] * (len(cells) - 1))
+        texts = (shortened(printable(text), width) for text, width in zip(cells, widths, strict=True))
+        table.add_row(*(Text(text, style=style) for text in texts))
+    live = sum(state.is_live for state, _ in overview.replicas)
+    silent = len(overview.replicas) - live + overview.older_replicas
+    parts.append(Text(f"{count_text(live, 'live replica')}, {silent} silent", style="dim"))
     if overview.replicas:
         parts.append(table)
     if len(overview.replicas) > left:
-        parts.append(
-            Text(
-                f"{len(overview.replicas) - left} more replicas: in a higher terminal, or with --once --plain",
-                style="dim",
-            )
-        )
+        more = f"{len(overview.replicas) - left} more replicas: in a higher terminal, or with --once --plain"
+        parts.append(Text(more, style="dim"))
     return Group(*parts)
 
 
-def _alert_text(alert: Alert, columns: int) -> Any:
-    from rich.text import Text
-
-    return Text(shortened(f"{alert.level}: {printable(alert.message)}", columns), style=_STYLES[alert.level])
-
-
-_COLUMNS = (
-    Column("replica", is_name=True),
-    Column("version"),
-    Column("lag"),
-    Column("age", duration_text),
-    Column("state", is_name=True),
-    Column("digest", is_name=True),
-    Column("proved", rank=2),
-    Column("engine", is_name=True, rank=1),
-    Column("last move", is_name=True, rank=3),
-)
+def status_arguments(parser: Parser) -> None:
+    parser.explain(
+        "Exits with 3 if a live replica has other bits than its version.",
+        example="deltasync status s3://bucket/run-42",
+    )
+    parser.add_url()
 
 
 def status(args: argparse.Namespace, out: Output) -> None:
     """List the replicas; an error if a live one has other bits than its version."""
-    with opened(args.url) as store:
-        log = Log(store)
-        head = log.require_head()
+    from deltasync.replica.events import replica_states
+
+    with opened_feed(args.url) as (log, head):
         floor = log.floor()
         states = replica_states(log, head)
         payloads, stored_bytes = stored(log)
@@ -308,7 +321,34 @@ def status(args: argparse.Namespace, out: Output) -> None:
         title += f"; {count_text(live, 'live replica')}, {len(states) - live} silent"
         title += f"; {feed_size_text(payloads, stored_bytes)}"
         alarming = [i for i, state in enumerate(states) if state.has_digest is False]
-        out.table(title, _COLUMNS, [_row(state) for state in states], alarming=alarming)
+        columns = (
+            Column("replica", is_name=True),
+            Column("version"),
+            Column("lag"),
+            Column("age", duration_text),
+            Column("state", is_name=True),
+            Column("digest", is_name=True),
+            Column("proved", rank=2),
+            Column("engine", is_name=True, rank=1),
+            Column("last move", is_name=True, rank=3),
+        )
+        rows = [
+            (
+                state.id,
+                state.version,
+                state.lag,
+                state.age_s,
+                "live" if state.is_live else "silent",
+                _bits_text(state),
+                None
+                if state.proved_age_s is None
+                else f"{state.proved_version}, {duration_text(state.proved_age_s)} ago",
+                state.engine,
+                ", ".join(f"{phase} {duration_text(value)}" for phase, value in state.seconds.items()) or None,
+            )
+            for state in states
+        ]
+        out.table(title, columns, rows, alarming=alarming)
     sys.stdout.flush()
     wrong = [state.id for state in states if state.is_live and state.has_digest is False]
     if wrong:
@@ -317,18 +357,3 @@ def status(args: argparse.Namespace, out: Output) -> None:
             f"or with a version that the feed does not have, such as {wrong[0]!r:.140}",
             hint="scrub or restart them; `deltasync verify` checks the feed itself",
         )
-
-
-def _row(state: ReplicaState) -> tuple[Any, ...]:
-    proved_s = state.proved_age_s
-    return (
-        state.id,
-        state.version,
-        state.lag,
-        state.age_s,
-        "live" if state.is_live else "silent",
-        "unknown" if state.has_digest is None else "equal" if state.has_digest else "DIFFERENT",
-        None if proved_s is None else f"{state.proved_version}, {duration_text(proved_s)} ago",
-        state.engine,
-        ", ".join(f"{phase} {duration_text(value)}" for phase, value in state.seconds.items()) or None,
-    )

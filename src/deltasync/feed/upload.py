@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy
+from typing import Literal
 
 from deltasync.errors import ConflictError, InvalidInputError, NotFoundError, StoreError
 from deltasync.feed.log import Log, manifest_key, parse_manifest
@@ -18,7 +19,7 @@ from deltasync.format.sealed import FeedRecord
 from deltasync.store import file_path
 from deltasync.store.leased import LeasedStore, UnfencedStore, creating
 from deltasync.store.patient import PatientStore
-from deltasync.store.probe import probe_clock, probe_fencing, probe_put
+from deltasync.store.probe import not_kept, probe_clock, probe_fencing, probe_put
 from deltasync.store.protocol import Data, ObjectInfo, Store
 from deltasync.store.reading import get_manifest, with_reread
 
@@ -40,6 +41,10 @@ RESUME_S = 3600
 """A payload that has been in the store for longer is put again by a new attempt: `prune` may be about to remove it."""
 
 
+Outcome = Literal["done", "put again first", "put again"]
+"""Of a commit: whether its payloads must be put again, as `prune` may have removed them; first: it was not created."""
+
+
 class Upload:
     """What one writer puts into a feed and commits. Its random `id` distinguishes its commits from those of others.
 
@@ -59,15 +64,12 @@ class Upload:
         self.id = secrets.token_hex(8)
         self.clock = clock
         self.patient = PatientStore(store, retry_s, stop=stop)
+        self.store: Store = creating(self.patient)
         self._require_fencing = require_fencing
         self._lease: LeasedStore | None = None
         self._there: dict[str, tuple[int, float]] = {}
         """Sizes of payloads that no manifest may name yet, and when they were put, by our clock; by their SHA-256."""
         self._kept: dict[PayloadRef, Data] = {}
-
-    @property
-    def store(self) -> Store:
-        return creating(self.patient) if self._lease is None else self._lease
 
     @property
     def log(self) -> Log:
@@ -82,9 +84,10 @@ class Upload:
         """The same writer for another thread, which counts its own retries."""
         other = copy(self)
         other.patient = self.patient.beside()
+        other.store = creating(other.patient)
         other._there, other._kept = {}, {}
         if self._lease is not None:
-            other._lease = LeasedStore(other.patient, self.id, clock=self.clock)
+            other.store = other._lease = LeasedStore(other.patient, self.id, clock=self.clock)
         return other
 
     def open(self) -> Manifest | None:
@@ -96,7 +99,7 @@ class Upload:
         self.require_own_folder()
         probe_put(self.patient)
         if not self._fences():
-            self._lease = LeasedStore(self.patient, self.id, clock=self.clock)
+            self.store = self._lease = LeasedStore(self.patient, self.id, clock=self.clock)
             self._lease.take()
         self._require_feed()
         return self.log.head()
@@ -155,20 +158,39 @@ class Upload:
         put_unix_s = [*self.put_unix_s(refs), *([] if since_unix_s is None else [since_unix_s])]
         return any(abs(self.clock() - at) > LATE_S for at in put_unix_s)
 
-    def missing(self, refs: Iterable[PayloadRef]) -> list[str]:
-        """The keys of those of these payloads that are not listed with their sizes."""
-        sizes = {item.key: item.nbytes for item in self.store.list(keys.PAYLOADS)}
-        return [key for ref in refs if sizes.get(key := keys.payload_key(ref.sha256)) != ref.nbytes]
-
-    def commit(self, manifest: Manifest, *, key: str | None = None) -> None:
+    def commit(
+        self,
+        manifest: Manifest,
+        *,
+        key: str | None = None,
+        since_unix_s: float | None = None,
+        is_last: bool = False,
+        must_be_listed: bool = False,
+    ) -> Outcome:
         """Create a manifest whose payloads are in the store: a version, a skip, or under `key`. A retry is safe.
+
+        `prune` removes payloads that no manifest names after a day. If this process, or its machine, slept for that
+        long, they must be put again, by each process that put some: `since_unix_s` is when the first of them did. In
+        the last attempt the manifest is created all the same. `must_be_listed`: StoreError if payloads are not listed
+        with their sizes: some stores report a `put` as done and keep nothing.
 
         ConflictError if another writer was first: stop. After a StoreError it is not known whether the commit happened:
         commit the same manifest again, or reopen the feed.
         """
         key, data = manifest_key(manifest) if key is None else key, manifest.to_bytes()
+        missing: list[str] = []
+        if must_be_listed:
+            sizes = {item.key: item.nbytes for item in self.store.list(keys.PAYLOADS)}
+            wanted = {keys.payload_key(ref.sha256): ref.nbytes for ref in manifest.payloads}
+            missing = [name for name, nbytes in wanted.items() if sizes.get(name) != nbytes]
+        # Right before the creation: this process may also have slept in the listing.
+        if not is_last and self.is_late(manifest.refs, since_unix_s=since_unix_s):
+            return "put again first"
+        if missing:
+            raise not_kept(self.store, f"{len(missing)} payloads that were just put, such as {missing[0]}")
         if not self.store.create(key, data):
             self._settle(key, data)
+        return "put again" if self.is_late(manifest.refs, since_unix_s=since_unix_s) else "done"
 
     def forget(self, refs: Iterable[PayloadRef]) -> None:
         """A committed manifest names these payloads: they stay, and need not be put again."""

@@ -111,9 +111,6 @@ class TensorSpec:
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype.name}{list(self.shape)}"
 
-    def to_json(self) -> list[Any]:
-        return [self.name, self.dtype.name, list(self.shape)]
-
 
 def tensor_seed(spec: TensorSpec) -> tuple[int, int]:
     """Two 64-bit numbers that stand for a tensor in the state digest: they bind its name, type and shape."""
@@ -171,17 +168,22 @@ class Layout:
         return layout
 
     def to_json(self) -> list[Any]:
-        return [t.to_json() for t in self.tensors]
+        """What `from_json` reads; not to be changed."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> list[Any]:
+        return [[t.name, t.dtype.name, list(t.shape)] for t in self.tensors]
 
     @cached_property
     def sha256(self) -> str:
         """SHA-256 of the canonical JSON of the layout, in hex: its identity."""
-        return hashlib.sha256(canonical_json(self.to_json())).hexdigest()
+        return hashlib.sha256(canonical_json(self._json)).hexdigest()
 
     @cached_property
     def index_bytes(self) -> int:
         """What the layout takes in the index of each payload."""
-        return len(zlib.compress(canonical_json(self.to_json())))
+        return len(zlib.compress(canonical_json(self._json)))
 
     @cached_property
     def ordinals(self) -> dict[str, int]:

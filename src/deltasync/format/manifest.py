@@ -8,7 +8,7 @@ from typing import Any, Literal
 from deltasync.errors import CorruptError, FormatError
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest
-from deltasync.format.sealed import FORMAT, Fields, read_sealed, require_seal, sealed
+from deltasync.format.sealed import FORMAT, Fields, is_count, read_sealed, require_seal, sealed
 
 Data = bytes | bytearray | memoryview
 Kind = Literal["anchor", "delta", "skip", "base"]
@@ -78,9 +78,6 @@ class Timeline:
     def from_fields(cls, fields: Fields) -> "Timeline":
         return cls(*(fields.count(name) for name in cls.__slots__))
 
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -137,13 +134,27 @@ class Manifest:
             "created_unix_s": self.created_unix_s,
             "base": None if self.base is None else {"checkpoint": self.base.checkpoint, "revision": self.base.revision},
             "extra": dict(self.extra),
-            **({} if self.timeline is None else {"timeline": self.timeline.to_json()}),
+            **({} if self.timeline is None else {"timeline": asdict(self.timeline)}),
         }
 
     def to_bytes(self) -> bytes:
         """Sealed canonical JSON: equal manifests have equal bytes. CorruptError for one that a reader would refuse."""
+        _check_kind(self)
+        for name in ("version", "parent", "step", "elements", "changed", "created_unix_s"):
+            value = getattr(self, name)
+            if value is not None and not is_count(value, most=limits.COUNT_MAX):
+                raise CorruptError(
+                    f"{name} of the manifest must be a whole number from 0 to {limits.COUNT_MAX}, not {value!r:.80}",
+                    rule="manifest.field",
+                )
+        if not all(isinstance(text, str) for text in (self.writer, *self.extra.values())) or not self.writer:
+            raise CorruptError("writer and extra of the manifest must be texts", rule="manifest.field")
         data = sealed(self.to_json())
-        self.from_bytes(data)
+        if len(data) > limits.MANIFEST_BYTES_MAX:
+            raise CorruptError(
+                f"the manifest has more than {limits.MANIFEST_BYTES_MAX} bytes, the most that are allowed",
+                rule="manifest.size",
+            )
         return data
 
     @classmethod
@@ -173,7 +184,7 @@ class Manifest:
             digest=StateDigest.from_hex(fields.values["digest"]),
             elements=fields.count("elements"),
             changed=fields.optional_count("changed"),
-            payloads=tuple(payloads.values()),
+            payloads=tuple(PayloadRef.from_fields(item) for item in fields.objects("payloads")),
             files=None if files is None else PayloadRef.from_fields(files),
             writer=fields.text("writer"),
             created_unix_s=fields.count("created_unix_s"),
@@ -198,7 +209,9 @@ def _base(value: Any) -> BaseRef | None:
 
 
 def _check_kind(m: Manifest) -> None:
-    """CorruptError if the fields do not fit the kind."""
+    """CorruptError if the fields do not fit the kind, or each other."""
+    if len({ref.sha256 for ref in m.payloads}) != len(m.payloads):
+        raise CorruptError("the manifest lists a payload twice", rule="manifest.payloads")
     behind = None if m.parent is None else m.version - m.parent
     if (m.parent is None) != (m.parent_digest is None):
         raise CorruptError("a manifest has both parent and parent_digest, or neither", rule="manifest.parent")

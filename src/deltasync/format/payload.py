@@ -5,7 +5,7 @@ file. A `coo/1` payload holds plain `{name}.indices` and `{name}.values` instead
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -185,12 +185,10 @@ class _HasRuns(Protocol):
 _B = TypeVar("_B", bound=_HasRuns)
 
 
-def grouped(
-    blocks: Iterable[_B], *, enough: int | None = None, size: Callable[[_B], int] | None = None
-) -> Iterator[list[_B]]:
+def grouped(blocks: Iterable[_B], *, enough: int | None = None) -> Iterator[list[_B]]:
     """Neighbouring blocks, one group for each payload: it ends once its size is `enough`, or it has too many runs.
 
-    `size` is that of a block; by default the number of its elements.
+    The size of a block is that of its bytes; before it is encoded, it is the number of its elements.
     """
     group: list[_B] = []
     held = runs = 0
@@ -199,7 +197,7 @@ def grouped(
             yield group
             group, held, runs = [], 0, 0
         group.append(block)
-        held += int(block.runs[:, 2].sum()) if size is None else size(block)
+        held += len(block.data) if isinstance(block, Block) else int(block.runs[:, 2].sum())
         runs += len(block.runs)
         if enough is not None and held >= enough:
             yield group
@@ -327,25 +325,26 @@ def _check_consistent(header: PayloadHeader, records: Sequence[BlockRecord]) -> 
     layout = header.layout
     if (header.kind == "delta") != (header.parent_digest is not None):
         raise CorruptError("a delta must have a parent, and an anchor and its shards must not", rule="payload.metadata")
-    codecs, elements = set(), 0
+    codecs, all_runs = set(), []
     digest = layout_digest(layout) if header.parent_digest is None else header.parent_digest
     for record in records:
         codecs.add(record.codec)
-        elements += record.elements
+        all_runs.append(record.runs)
         digest += record.digest
     if header.kind != "delta" and not codecs <= {PLANES}:
         raise CorruptError(
             f"the blocks of a payload of kind {header.kind} must be {PLANES}, not {', '.join(sorted(codecs))}",
             rule="payload.anchor",
         )
-    if COO in codecs and len(codecs) > 1:
-        raise CorruptError(f"a payload must not mix {COO} with other codecs", rule="payload.mixed")
-    for i, record in enumerate(records if COO in codecs else ()):
-        tensor, begin, count = record.runs[0].tolist()
-        if len(record.runs) != 1 or (begin, count) != (0, layout.tensors[tensor].elements):
-            raise CorruptError(f"block {i} of {COO} must cover one whole tensor", rule="block.coo")
-    require_disjoint([r.runs for r in records], layout)
-    if header.kind == "anchor" and elements != layout.elements:
+    if COO in codecs:
+        if len(codecs) > 1:
+            raise CorruptError(f"a payload must not mix {COO} with other codecs", rule="payload.mixed")
+        for i, record in enumerate(records):
+            tensor, start, count = record.runs[0].tolist()
+            if len(record.runs) != 1 or (start, count) != (0, layout.tensors[tensor].elements):
+                raise CorruptError(f"block {i} of {COO} must cover one whole tensor", rule="block.coo")
+    require_disjoint(all_runs, layout)
+    if header.kind == "anchor" and sum(r.elements for r in records) != layout.elements:
         raise CorruptError("the blocks of an anchor must cover every element", rule="payload.cover")
     if digest != header.digest:
         raise CorruptError(

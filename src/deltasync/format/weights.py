@@ -216,8 +216,10 @@ def slice_runs(runs: Runs, start: int, stop: int) -> Runs:
 
 def cut_runs(runs: Runs, elements: int) -> list[Runs]:
     """`runs`, cut every `elements` elements; the last may have fewer."""
-    total = int(runs[:, 2].sum())
-    return [slice_runs(runs, start, min(start + elements, total)) for start in range(0, total, elements)]
+    total, cut = int(runs[:, 2].sum()), []
+    for start in range(0, total, elements):
+        cut.append(slice_runs(runs, start, min(start + elements, total)))
+    return cut
 
 
 def tensor_parts(layout: Layout, changes: Changes) -> Iterator[tuple[int, NDArray[np.unsignedinteger], Bits]]:

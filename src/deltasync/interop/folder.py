@@ -9,7 +9,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -96,7 +95,12 @@ def open_folder(path: Path) -> DeltaFolder | None:
     encoding = _known(path, metadata, "delta_encoding", get_args(Encoding))
     _known(path, metadata, "compression_format", ("zstd",))
     checksum_format = _known(path, metadata, "checksum_format", get_args(ChecksumFormat))
-    version, base_version = (_number(path, metadata, name) for name in ("version", "base_version"))
+    for field in ("version", "base_version"):
+        value = metadata.get(field)
+        if not isinstance(value, str) or _NUMBER.fullmatch(value) is None:
+            message = f"{path} has the {field} {value!r:.40}, which is not a number in digits"
+            raise FormatError(message, rule="folder.version", key=str(path), hint=_FORMAT_HINT)
+    version, base_version = int(metadata["version"]), int(metadata["base_version"])
     if folder_version(path) not in (None, version):
         raise MismatchError(
             f"{path} says that it is version {version}",
@@ -144,13 +148,12 @@ def _read_index(path: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
     metadata: Any = fields.get("metadata", {})
     weight_map: Any = fields.get("weight_map")
     are_objects = isinstance(metadata, dict) and isinstance(weight_map, dict)
-    if not are_objects or not all(isinstance(n, str) and _is_file_name(n) for n in weight_map.values()):
+    if not are_objects or not all(
+        isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name and "\0" not in name
+        for name in weight_map.values()
+    ):
         raise CorruptError(f"{index} must have metadata and a weight_map of tensors to files", rule="folder.index")
     return metadata, weight_map
-
-
-def _is_file_name(name: str) -> bool:
-    return name.endswith(".safetensors") and Path(name).name == name and "\0" not in name
 
 
 def _known(path: Path, metadata: dict[str, Any], field: str, known: tuple[str, ...]) -> str:
@@ -159,14 +162,6 @@ def _known(path: Path, metadata: dict[str, Any], field: str, known: tuple[str, .
         message = f"{path} has the {field} {value!r:.40}, which is none of {', '.join(known)}"
         raise FormatError(message, rule=f"folder.{field}", key=str(path), hint=_FORMAT_HINT)
     return cast(str, value)
-
-
-def _number(path: Path, metadata: dict[str, Any], field: str) -> int:
-    value = metadata.get(field)
-    if not isinstance(value, str) or _NUMBER.fullmatch(value) is None:
-        message = f"{path} has the {field} {value!r:.40}, which is not a number in digits"
-        raise FormatError(message, rule="folder.version", key=str(path), hint=_FORMAT_HINT)
-    return int(value)
 
 
 def _read_tensors(file: Path, names: list[str]) -> Iterator[EncodedTensor]:
@@ -209,51 +204,46 @@ def decode_folder(folder: DeltaFolder, weights: Weights) -> list[Changes]:
                 hint="the feed was begun with another checkpoint than the trainer was",
             )
     _require_modules(folder.checksum_format)
+
+    def decode(tensor: EncodedTensor) -> tuple[int, NDArray[np.unsignedinteger], Bits]:
+        ordinal = weights.layout.ordinals[tensor.name]
+        old = weights.arrays[ordinal]
+        with tensor.file.open("rb") as file:
+            compressed = read_range(file.fileno(), tensor.begin, tensor.end - tensor.begin)
+        place = f"{tensor.file}: tensor {tensor.name!r:.200}"
+        if folder.encoding == "xor":
+            data = _decompress(compressed, place, least=old.nbytes, most=old.nbytes)
+            new = np.frombuffer(data, old.dtype) ^ old
+            indices = np.flatnonzero(new != old)
+        else:
+            new = old.copy()
+            data = _decompress(compressed, place, least=4, most=4 + 5 * old.nbytes)
+            count = int.from_bytes(data[:4], "little")
+            if len(data) != 4 + 5 * count:
+                raise CorruptError(f"{place} has {len(data)} bytes for {count} changed ones", rule="folder.size")
+            positions = np.frombuffer(data, "<u4", count, 4)
+            if count and not ((positions[1:] > positions[:-1]).all() and int(positions[-1]) < old.nbytes):
+                message = f"{place} has positions that do not ascend inside the tensor"
+                raise CorruptError(message, rule="folder.positions")
+            new.view(np.uint8)[positions] = np.frombuffer(data, np.uint8, count, 4 + 4 * count)
+            indices = np.unique(positions // old.itemsize)
+            indices = indices[new[indices] != old[indices]]
+        found = checksum(folder.checksum_format, new)
+        if found != tensor.checksum:
+            origin = "the trainer began with other weights than the feed"
+            raise MismatchError(
+                f"{place} has the {folder.checksum_format} {found} after version {folder.version}, but the trainer "
+                f"wrote {tensor.checksum:.64}",
+                rule="folder.checksum",
+                key=str(tensor.file),
+                hint=f"the file is damaged, or {origin}; nothing was published",
+            )
+        return ordinal, indices.astype(index_dtype(weights.layout, ordinal)), new[indices]
+
     cut = CutTensors(weights.layout)
-    for ordinal, indices, values in each(partial(_decode_tensor, folder, weights), folder.tensors):
+    for ordinal, indices, values in each(decode, folder.tensors):
         cut.add(ordinal, indices, values)
     return cut.blocks()
-
-
-def _decode_tensor(
-    folder: DeltaFolder, weights: Weights, tensor: EncodedTensor
-) -> tuple[int, NDArray[np.unsignedinteger], Bits]:
-    ordinal = weights.layout.ordinals[tensor.name]
-    old = weights.arrays[ordinal]
-    with tensor.file.open("rb") as file:
-        compressed = read_range(file.fileno(), tensor.begin, tensor.end - tensor.begin)
-    place = f"{tensor.file}: tensor {tensor.name!r:.200}"
-    if folder.encoding == "xor":
-        data = _decompress(compressed, place, least=old.nbytes, most=old.nbytes)
-        new = np.frombuffer(data, old.dtype) ^ old
-        indices = np.flatnonzero(new != old)
-    else:
-        new = old.copy()
-        positions, values = _overwritten(_decompress(compressed, place, least=4, most=4 + 5 * old.nbytes), old, place)
-        new.view(np.uint8)[positions] = values
-        indices = np.unique(positions // old.itemsize)
-        indices = indices[new[indices] != old[indices]]
-    found = checksum(folder.checksum_format, new)
-    if found != tensor.checksum:
-        raise MismatchError(
-            f"{place} has the {folder.checksum_format} {found} after version {folder.version}, but the trainer wrote "
-            f"{tensor.checksum:.64}",
-            rule="folder.checksum",
-            key=str(tensor.file),
-            hint="the file is damaged, or the trainer began with other weights than the feed; nothing was published",
-        )
-    return ordinal, indices.astype(index_dtype(weights.layout, ordinal)), new[indices]
-
-
-def _overwritten(data: bytes, old: Bits, place: str) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
-    """The positions of bytes, ascending, and the bytes."""
-    count = int.from_bytes(data[:4], "little")
-    if len(data) != 4 + 5 * count:
-        raise CorruptError(f"{place} has {len(data)} bytes for {count} changed ones", rule="folder.size")
-    positions = np.frombuffer(data, "<u4", count, 4)
-    if count and not ((positions[1:] > positions[:-1]).all() and int(positions[-1]) < old.nbytes):
-        raise CorruptError(f"{place} has positions that do not ascend inside the tensor", rule="folder.positions")
-    return positions.astype(np.uint32), np.frombuffer(data, np.uint8, count, 4 + 4 * count)
 
 
 def _decompress(compressed: bytes, place: str, *, least: int, most: int) -> bytes:
@@ -277,14 +267,8 @@ def _decompress(compressed: bytes, place: str, *, least: int, most: int) -> byte
 # From changes to folder
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorDelta:
-    """The change of one tensor: where, its bits there before, and all of its bits now."""
-
-    spec: TensorSpec
-    indices: NDArray[np.integer]
-    before: Bits
-    after: Bits
+TensorDelta = tuple[TensorSpec, NDArray[np.integer], Bits, Bits]
+"""The change of one tensor: where, its bits there before, and all of its bits now."""
 
 
 def write_files(
@@ -317,7 +301,25 @@ def write_files(
         shards.append(list(held))
         held.clear()
 
-    for name, data, digest in each(partial(_encode, encoding, checksum_format), deltas):
+    def encode(delta: TensorDelta) -> tuple[str, bytes, str]:
+        spec, indices, before, after = delta
+        changed = before ^ after[indices]
+        if encoding == "xor":
+            diff = np.zeros_like(after)
+            diff[indices] = changed
+            data = diff.tobytes()
+        else:
+            width = after.itemsize
+            if after.nbytes > 1 << 32:
+                raise InvalidInputError(f"{spec} has more than 4 GiB, where overwrite has no positions", hint="use xor")
+            where = indices.astype(np.int64)[:, None] * width + np.arange(width)
+            positions = where[changed.view(np.uint8).reshape(-1, width) != 0].astype("<u4")
+            values = after.view(np.uint8)[positions]
+            data = len(positions).to_bytes(4, "little") + positions.tobytes() + values.tobytes()
+        compressed: bytes = _module("zstandard").ZstdCompressor(level=_LEVEL).compress(data)
+        return spec.name, compressed, checksum(checksum_format, after)
+
+    for name, data, digest in each(encode, deltas):
         held[name] = data, digest
         size += len(data)
         if sum(len(other) for other, _ in held.values()) >= shard_bytes:
@@ -346,26 +348,6 @@ def _part_name(number: int) -> str:
     return f"part-{number:05d}.safetensors"
 
 
-def _encode(encoding: Encoding, checksum_format: ChecksumFormat, delta: TensorDelta) -> tuple[str, bytes, str]:
-    after = delta.after
-    changed = delta.before ^ after[delta.indices]
-    if encoding == "xor":
-        diff = np.zeros_like(after)
-        diff[delta.indices] = changed
-        data = diff.tobytes()
-    else:
-        width = after.itemsize
-        if after.nbytes > 1 << 32:
-            raise InvalidInputError(
-                f"{delta.spec} has more than 4 GiB, where overwrite has no positions", hint="use xor"
-            )
-        where = delta.indices.astype(np.int64)[:, None] * width + np.arange(width)
-        positions = where[changed.view(np.uint8).reshape(-1, width) != 0].astype("<u4")
-        data = len(positions).to_bytes(4, "little") + positions.tobytes() + after.view(np.uint8)[positions].tobytes()
-    compressed: bytes = _module("zstandard").ZstdCompressor(level=_LEVEL).compress(data)
-    return delta.spec.name, compressed, checksum(checksum_format, after)
-
-
 def checksum(checksum_format: ChecksumFormat, bits: Bits) -> str:
     """The checksum of a tensor's bytes in hexadecimal digits."""
     data = bits.view(np.uint8).data if bits.nbytes else b""
@@ -386,7 +368,7 @@ def tensor_deltas(after: Weights, replaced: Iterable[Changes]) -> Iterator[Tenso
     for ordinal in sorted(parts):
         found = sorted(parts.pop(ordinal), key=lambda part: int(part[0][0]))
         indices, before = np.concatenate([at for at, _ in found]), np.concatenate([bits for _, bits in found])
-        yield TensorDelta(after.layout.tensors[ordinal], indices, before, after.arrays[ordinal])
+        yield after.layout.tensors[ordinal], indices, before, after.arrays[ordinal]
 
 
 _CHECKSUM_MODULES = {"adler32": (), "xxh3-128": ("xxhash",), "blake3": ("blake3",)}

@@ -10,13 +10,12 @@
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deltasync import InvalidInputError, PublisherOptions
+from deltasync.interop import Importer
 from deltasync.interop.folder import folder_version
-from deltasync.interop.importer import Importer
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,10 @@ def publish(args: Any, version_dir: str, rollout_engines: object = None) -> None
         options = PublisherOptions(shadow_path=os.environ.get(SHADOW) or None)
         importer = _importers[feed] = Importer(args.update_weight_disk_dir, feed, options=options)
     publication = importer.publish_base(args.hf_checkpoint) if place is None else importer.publish_folder(place)
-    if _flag(os.environ):
+    wait = os.environ.get(WAIT, "0")
+    if wait not in ("0", "1"):
+        raise InvalidInputError(f"{WAIT} must be 0 or 1, not {wait!r:.40}")
+    if wait == "1":
         logger.info("version %d has %s", publication.wait().version, version_dir)
 
 
@@ -81,10 +83,3 @@ def _rank() -> int:
     if not text.isdecimal():
         raise InvalidInputError(f"RANK must be a whole number, not {text!r:.40}")
     return int(text)
-
-
-def _flag(environment: Mapping[str, str]) -> bool:
-    text = environment.get(WAIT, "0")
-    if text not in ("0", "1"):
-        raise InvalidInputError(f"{WAIT} must be 0 or 1, not {text!r:.40}")
-    return text == "1"

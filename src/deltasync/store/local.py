@@ -184,7 +184,9 @@ class LocalStore(Store):
     def _prepared_folder(self, folder: Path) -> Iterator[None]:
         """Have a folder for what is written in the block. OSError that may pass if it is gone in the middle of that."""
         try:
-            self._prepare(folder)
+            self._require_root()
+            if folder not in self._prepared or not folder.is_dir():
+                self._prepare(folder)
             yield
         except (FileNotFoundError, InvalidInputError) as error:
             raise OSError(errno.ESTALE, _GONE) from error
@@ -194,9 +196,6 @@ class LocalStore(Store):
 
         A folder that exists may have been created by another writer a moment ago, so it is synced as well.
         """
-        self._require_root()
-        if folder in self._prepared and folder.is_dir():
-            return
         if self._root_inode is None:
             _make_folder(self._root)
         else:

@@ -13,7 +13,7 @@ from deltasync.arguments import described
 from deltasync.blocks import overwrite, overwrite_all
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.format.layout import Layout
-from deltasync.format.weights import Bits, Changes, Weights, tensor_parts
+from deltasync.format.weights import Bits, Weights, tensor_parts
 from deltasync.replica.target import Damage, Gate, Staged, Target
 from deltasync.torch.tensors import TorchState, as_bits, bits_type, host_bits, layout_of, named_tensors, torch_dtype
 
@@ -36,7 +36,8 @@ class ModuleTarget(Target):
             raise InvalidInputError(f"hold must be a context manager, not {described(hold)}", hint=hint)
         self._module = module
         self._hold = hold
-        self._writes: Sequence[_Write | _HostWrite] | None = None
+        self._writes: Weights | Sequence[_Write] | None = None
+        """What is staged. Weights are the tensors themselves, in host memory: our kernels write the changes to them."""
 
     def require(self, layout: Layout) -> None:
         """MismatchError that names the first tensor that is missing, or has another type or shape."""
@@ -52,8 +53,7 @@ class ModuleTarget(Target):
             return
         if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
             specs = zip(tensors, layout.tensors, strict=True)
-            live = Weights(layout, tuple(host_bits(tensor, spec.dtype) for tensor, spec in specs))
-            self._writes = [_HostWrite(live, staged.changes, staged.is_one_edge)]
+            self._writes = Weights(layout, tuple(host_bits(tensor, spec.dtype) for tensor, spec in specs))
             return
         parts: dict[int, list[tuple[NDArray[np.unsignedinteger], Bits]]] = {}
         for changes in staged.changes:
@@ -71,7 +71,13 @@ class ModuleTarget(Target):
         with self._holding():
             since = time.perf_counter()
             self.version = None
-            _perform(writes)
+            if not isinstance(writes, Weights):
+                _perform(writes)
+            elif staged.is_one_edge:
+                overwrite_all(writes, staged.changes or ())
+            else:
+                for part in staged.changes or ():
+                    overwrite(writes, part)
             self.version = staged.version
             return time.perf_counter() - since
 
@@ -115,22 +121,6 @@ class _Write:
             self.tensor.view(bits_type(self.tensor)).index_put_(places, self.values)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _HostWrite:
-    """All changes of a version, for tensors that lie in host memory as the feed has them: our kernels write those."""
-
-    live: Weights
-    changes: Sequence[Changes]
-    is_disjoint: bool
-
-    def perform(self) -> None:
-        if self.is_disjoint:
-            overwrite_all(self.live, self.changes)
-            return
-        for part in self.changes:
-            overwrite(self.live, part)
-
-
 def _scatter(
     tensor: torch.Tensor, parts: list[tuple[NDArray[np.unsignedinteger], Bits]], *, is_disjoint: bool
 ) -> _Write:
@@ -145,10 +135,10 @@ def _scatter(
 
 
 @torch.inference_mode()
-def _perform(writes: Sequence[_Write | _HostWrite]) -> None:
+def _perform(writes: Sequence[_Write]) -> None:
     for write in writes:
         write.perform()
-    devices = {write.tensor.device for write in writes if isinstance(write, _Write)}
+    devices = {write.tensor.device for write in writes}
     for device in (device for device in devices if device.type != "cpu"):
         torch.get_device_module(device).synchronize(device)
 

@@ -12,7 +12,7 @@ import torch
 from deltasync import arguments
 from deltasync.errors import InvalidInputError
 from deltasync.format.companions import can_run_code
-from deltasync.format.layout import TensorSpec
+from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.manifest import Manifest
 from deltasync.format.weights import Bits
 from deltasync.parallel import ProcessBound
@@ -28,10 +28,10 @@ from deltasync.torch.tensors import (
     require_dtype,
     unwrapped,
 )
+from deltasync.trainer.capture import Source, StreamSource
 from deltasync.trainer.events import Publication
 from deltasync.trainer.group import Group
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
-from deltasync.trainer.source import Source, StreamSource
 
 
 class TorchPublisher(ProcessBound):
@@ -93,6 +93,8 @@ class Publisher(TorchPublisher):
     ) -> None:
         super().__init__(feed, dtype=dtype, options=options)
         self._publisher = self._connect()
+        self._layout: Layout | None = None
+        """That of the last weights: most often the next ones have it, too."""
 
     def publish(
         self,
@@ -113,26 +115,27 @@ class Publisher(TorchPublisher):
         feed = self._publisher
         if feed.needs_files:
             feed.files, feed.default_files = self._files(weights)
-        return feed.publish(self._source_of(weights), step=step, anchor=anchor, extra=extra)
-
-    def _source_of(self, weights: TorchState | NamedTensors) -> Source:
-        if not isinstance(weights, torch.nn.Module | Mapping):
-            if isinstance(weights, torch.Tensor | str | bytes) or not isinstance(weights, Iterable):
-                raise _not_weights(arguments.described(weights))
-            return StreamSource(self._bits_of(weights))
-        tensors = named_tensors(weights)
-        empty = [name for name, tensor in tensors.items() if tensor.is_meta]
-        if empty:
-            raise InvalidInputError(
-                f"tensor {min(empty)!r:.200} has no data: it is on the device meta", hint="load it first"
-            )
-        devices = {tensor.device for tensor in tensors.values()}
-        if self._on_device is not None and len(devices) > 1:
-            raise InvalidInputError(
-                f"the weights are on {', '.join(sorted(map(str, devices)))}, not on one device",
-                hint='use PublisherOptions(capture_on="host")',
-            )
-        return source_of(tensors, self._dtype, self._on_device)
+        source: Source
+        if isinstance(weights, torch.nn.Module | Mapping):
+            tensors = named_tensors(weights)
+            devices = {tensor.device for tensor in tensors.values()}
+            if torch.device("meta") in devices:
+                name = min(name for name, tensor in tensors.items() if tensor.is_meta)
+                raise InvalidInputError(
+                    f"tensor {name!r:.200} has no data: it is on the device meta", hint="load it first"
+                )
+            if self._on_device is not None and len(devices) > 1:
+                raise InvalidInputError(
+                    f"the weights are on {', '.join(sorted(map(str, devices)))}, not on one device",
+                    hint='use PublisherOptions(capture_on="host")',
+                )
+            source = source_of(tensors, self._dtype, self._on_device, known=self._layout)
+            self._layout = source.layout
+        elif isinstance(weights, torch.Tensor | str | bytes) or not isinstance(weights, Iterable):
+            raise _not_weights(arguments.described(weights))
+        else:
+            source = StreamSource(self._bits_of(weights))
+        return feed.publish(source, step=step, anchor=anchor, extra=extra)
 
     def _bits_of(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[TensorSpec, Bits]]:
         for item in tensors:

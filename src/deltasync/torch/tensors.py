@@ -21,11 +21,35 @@ TorchState = torch.nn.Module | Mapping[str, torch.Tensor]
 
 def named_tensors(weights: TorchState) -> dict[str, torch.Tensor]:
     """The tensors of a module or state dict. Tied weights come once, under the name that the checkpoint uses."""
+    state: Mapping[str, object]
     if isinstance(weights, torch.nn.Module):
         module = unwrapped(weights)
         state = {name.replace(_COMPILED, ""): tensor for name, tensor in module.state_dict().items()}
-        return _untied(_tensors(state), _tied_names(module))
-    return _untied(_tensors(weights), frozenset())
+        # Names that transformers leaves out of a checkpoint because another name has their weights.
+        names = getattr(module, "all_tied_weights_keys", None)
+        names = getattr(module, "_tied_weights_keys", None) if names is None else names
+        tied = frozenset(() if names is None else names)
+    else:
+        state, tied = weights, frozenset()
+    tensors: dict[str, torch.Tensor] = {}
+    by_memory: dict[object, str] = {}
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise InvalidInputError(
+                f"{name!r:.200} is a {type(tensor).__qualname__}, not a tensor",
+                hint="give a module or its state dict; leave out what is not a weight",
+            )
+        tensors[name] = tensor.detach()
+        local = getattr(tensor, "_local_tensor", tensor)
+        # Equal for two names of the same memory, seen the same way.
+        place: object = name
+        if tensor.numel() and tensor.device.type != "meta" and local.numel():
+            place = local.data_ptr(), local.device, local.dtype, tuple(local.shape), local.stride()
+        kept = by_memory.setdefault(place, name)
+        if kept in tied and name not in tied:
+            by_memory[place] = name
+    kept_names = set(by_memory.values())
+    return {name: tensor for name, tensor in tensors.items() if name in kept_names}
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -37,47 +61,6 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
         if not isinstance(inner, torch.nn.Module):
             return module
         module = inner
-
-
-def _tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for name, tensor in state.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise InvalidInputError(
-                f"{name!r:.200} is a {type(tensor).__qualname__}, not a tensor",
-                hint="give a module or its state dict; leave out what is not a weight",
-            )
-        tensors[name] = tensor
-    return tensors
-
-
-def _untied(tensors: Mapping[str, torch.Tensor], tied: frozenset[str]) -> dict[str, torch.Tensor]:
-    by_memory: dict[object, str] = {}
-    for name, tensor in tensors.items():
-        place = _memory(name, tensor)
-        kept = by_memory.setdefault(place, name)
-        if kept in tied and name not in tied:
-            by_memory[place] = name
-    kept_names = set(by_memory.values())
-    return {name: tensor.detach() for name, tensor in tensors.items() if name in kept_names}
-
-
-def _memory(name: str, tensor: torch.Tensor) -> object:
-    """Equal for two names of the same memory, seen the same way."""
-    if tensor.numel() == 0 or tensor.device.type == "meta":
-        return name
-    local = getattr(tensor, "_local_tensor", tensor)
-    if local.numel() == 0:
-        return name
-    return local.data_ptr(), local.device, local.dtype, tuple(local.shape), local.stride()
-
-
-def _tied_names(module: torch.nn.Module) -> frozenset[str]:
-    """Names that transformers leaves out of a checkpoint because another name has their weights."""
-    names = getattr(module, "all_tied_weights_keys", None)
-    if names is None:
-        names = getattr(module, "_tied_weights_keys", None)
-    return frozenset() if names is None else frozenset(names)
 
 
 _NAMES = {
@@ -132,11 +115,16 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return next(known for known, name in _NAMES.items() if name == dtype.name)
 
 
-def layout_of(tensors: Mapping[str, torch.Tensor], *, cast: torch.dtype | None = None) -> Layout:
-    """The layout of tensors as they are published."""
-    return Layout.of(
-        TensorSpec(name, element_type(name, dtype_of(t, cast)), tuple(t.shape)) for name, t in tensors.items()
-    )
+def layout_of(
+    tensors: Mapping[str, torch.Tensor], *, cast: torch.dtype | None = None, known: Layout | None = None
+) -> Layout:
+    """The layout of tensors as they are published. `known`: one that it probably is, which is then not built again."""
+    specs = {}
+    for name, tensor in tensors.items():
+        specs[name] = TensorSpec(name, element_type(name, dtype_of(tensor, cast)), tuple(tensor.shape))
+    if known is not None and specs == {spec.name: spec for spec in known.tensors}:
+        return known
+    return Layout.of(specs.values())
 
 
 def bits_dtype(width: int) -> torch.dtype:
@@ -146,7 +134,7 @@ def bits_dtype(width: int) -> torch.dtype:
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as flat integers of its width: what is compared are bits, never floats."""
-    return tensor.reshape(-1).view(bits_type(tensor))
+    return tensor.reshape(-1).view(_BITS[tensor.element_size()])
 
 
 def bits_type(tensor: torch.Tensor) -> torch.dtype:
@@ -156,8 +144,7 @@ def bits_type(tensor: torch.Tensor) -> torch.dtype:
 
 def host_bits(tensor: torch.Tensor, dtype: DType) -> Bits:
     """The bits of a tensor as an array; no copy where it is contiguous and on the host."""
-    flat = as_bits(tensor.contiguous().cpu())
-    return flat.numpy().view(dtype.bits_dtype)
+    return as_bits(tensor.contiguous().cpu()).numpy().view(dtype.bits_dtype)
 
 
 class TorchWeights:
@@ -167,49 +154,55 @@ class TorchWeights:
     next.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, cast: torch.dtype | None = None) -> None:
-        self.layout = layout_of(tensors, cast=cast)
-        self._tensors = [tensors[spec.name] for spec in self.layout.tensors]
-        self._dtypes = [dtype_of(tensor, cast) for tensor in self._tensors]
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], *, cast: torch.dtype | None = None, known: Layout | None = None
+    ) -> None:
+        self.layout = layout_of(tensors, cast=cast, known=known)
+        self._tensors: list[torch.Tensor] = []
+        self._dtypes: list[torch.dtype] = []
         self._scratch = threading.local()
-        self.is_converted = any(
-            tensor.dtype != dtype or not tensor.is_contiguous()
-            for tensor, dtype in zip(self._tensors, self._dtypes, strict=True)
-        )
+        self.is_converted = False
+        for spec in self.layout.tensors:
+            tensor = tensors[spec.name]
+            dtype = dtype_of(tensor, cast)
+            self._tensors.append(tensor)
+            self._dtypes.append(dtype)
+            self.is_converted |= tensor.dtype != dtype or not tensor.is_contiguous()
 
     def region(self, runs: Runs) -> Region:
         """The elements that `runs` names: views of the tensors' own memory where nothing has to be cast."""
-        rows = runs.tolist()
-        room = self._room(rows) if self.is_converted else None
-        arrays = tuple(self._piece(ordinal, first, count, room) for ordinal, first, count in rows)
-        local = np.array([(i, 0, count) for i, (_, _, count) in enumerate(rows)], np.int64)
-        return Region(self.layout.tensors[rows[0][0]].dtype, arrays, local, region_keys(self.layout, runs))
+        rows, arrays, room = runs.tolist(), [], None
+        spec = self.layout.tensors[rows[0][0]]
+        if self.is_converted:
+            # Where this thread casts: fresh memory for every region would cost more than the cast.
+            dtype, elements = self._dtypes[rows[0][0]], int(runs[:, 2].sum())
+            room = getattr(self._scratch, "room", None)
+            if room is None or not room.holds(dtype, elements):
+                room = self._scratch.room = _Room(dtype, elements)
+            room.clear()
+        for ordinal, first, count in rows:
+            tensor, dtype = self._tensors[ordinal], self._dtypes[ordinal]
+            piece = _flat_slice(tensor, first, count)
+            if room is not None and tensor.dtype != dtype and tensor.device.type == "cpu":
+                piece = room.cast(piece)
+            arrays.append(host_bits(piece.to(dtype), spec.dtype))
+        local = np.column_stack((np.arange(len(rows)), np.zeros_like(runs[:, 0]), runs[:, 2]))
+        return Region(spec.dtype, tuple(arrays), local, region_keys(self.layout, runs))
 
     def masters(self, runs: Runs) -> Masters | None:
         """The float32 elements that `runs` names, in place; None unless all of them are only to be rounded."""
-        nan, rows = _nan_bits(), runs.tolist()
-        tensors = [self._tensors[ordinal] for ordinal, _, _ in rows]
-        if nan is None or not all(map(_is_master, tensors, (self._dtypes[ordinal] for ordinal, _, _ in rows))):
+        nan, rows, arrays = _nan_bits(), runs.tolist(), []
+        if nan is None:
             return None
-        arrays = tuple(host_bits(tensor, DTYPES["F32"]) for tensor in tensors)
-        local = np.array([(i, first, count) for i, (_, first, count) in enumerate(rows)], np.int64)
-        return Masters(Region(DTYPES["F32"], arrays, local, region_keys(self.layout, runs)), nan)
-
-    def _piece(self, ordinal: int, first: int, count: int, room: "_Room | None") -> Bits:
-        tensor, dtype = self._tensors[ordinal], self._dtypes[ordinal]
-        piece = _flat_slice(tensor, first, count)
-        if room is not None and tensor.dtype != dtype and tensor.device.type == "cpu":
-            piece = room.cast(piece)
-        return host_bits(piece.to(dtype), self.layout.tensors[ordinal].dtype)
-
-    def _room(self, rows: list[list[int]]) -> "_Room":
-        """Where this thread casts: fresh memory for every region would cost more than the cast."""
-        dtype, count = self._dtypes[rows[0][0]], sum(count for _, _, count in rows)
-        room: _Room | None = getattr(self._scratch, "room", None)
-        if room is None or not room.holds(dtype, count):
-            room = self._scratch.room = _Room(dtype, count)
-        room.clear()
-        return room
+        for ordinal, _, _ in rows:
+            tensor = self._tensors[ordinal]
+            is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
+            is_rounded = tensor.dtype == torch.float32 and self._dtypes[ordinal] == torch.bfloat16
+            if not is_plain or not is_rounded:
+                return None
+            arrays.append(host_bits(tensor, DTYPES["F32"]))
+        local = np.column_stack((np.arange(len(rows)), runs[:, 1], runs[:, 2]))
+        return Masters(Region(DTYPES["F32"], tuple(arrays), local, region_keys(self.layout, runs)), nan)
 
 
 class _Room:
@@ -235,11 +228,6 @@ class _Room:
         else:
             torch._foreach_copy_(torch.split(target, self._slice), torch.split(piece, self._slice))
         return target
-
-
-def _is_master(tensor: torch.Tensor, published: torch.dtype) -> bool:
-    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
-    return is_plain and tensor.dtype == torch.float32 and published == torch.bfloat16
 
 
 @cache

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -18,55 +18,51 @@ from deltasync.upkeep.prune import Pruner, Retention
 logger = logging.getLogger(__name__)
 
 
-class BackgroundPruner:
-    """Prunes about every `retention.every_s` seconds until `close`.
+def start_pruning(store: Store, retention: Retention, *, observer: Observer | None = None) -> Callable[[], None]:
+    """Prune about every `retention.every_s` seconds. The result stops it, and waits for a deletion that has begun.
 
     Publications do not wait for it, and it never fails them: an error is logged, and the next run tries again.
     """
+    pruner, stop, pool = Pruner(store, retention), threading.Event(), Pool(1, "deltasync-prune")
+    tell(observer, "pruner", pruner.upkeep, method="maintains")
+    reported: str | None = None
 
-    def __init__(self, store: Store, retention: Retention, *, observer: Observer | None = None) -> None:
-        self._url = store.url
-        self._pruner = Pruner(store, retention)
-        tell(observer, "pruner", self._pruner.upkeep, method="maintains")
-        self._every_s = retention.every_s
-        self._stop = threading.Event()
-        self._pool = Pool(1, "deltasync-prune")
-        self._reported: str | None = None
-        self._pool.start()
-        self._pool.submit(self._run).add_done_callback(self._continue)
-
-    def close(self) -> None:
-        """Stop before the next deletion, and wait for that."""
-        self._stop.set()
-        self._pool.shutdown()
-
-    def _run(self) -> None:
-        if self._stop.wait(self._every_s):
+    def run() -> None:
+        if stop.wait(retention.every_s):
             return
-        pruning, stay = self._pruner.run(is_stopping=self._stop.is_set)
-        if len(pruning.keys) > len(stay):
+        found, stay = pruner.run(is_stopping=stop.is_set)
+        if len(found.keys) > len(stay):
             logger.info(
                 "pruned %s: %d objects, %d bytes of payloads; versions from %d on stay",
-                self._url,
-                len(pruning.keys) - len(stay),
-                pruning.payload_bytes,
-                pruning.floor,
+                store.url,
+                len(found.keys) - len(stay),
+                found.payload_bytes,
+                found.floor,
             )
 
-    def _continue(self, done: "Future[None]") -> None:
+    def go_on(done: "Future[None]") -> None:
         """Report an error, and begin the next run. The same error is reported once, until a run succeeds."""
+        nonlocal reported
         error = done.exception()
-        if error is not None and str(error) != self._reported:
+        if error is not None and str(error) != reported:
             trace = None if isinstance(error, DeltasyncError) else error
-            logger.error("cannot prune %s, trying again: %s", self._url, error, exc_info=trace)
-        self._reported = None if error is None else str(error)
-        if not self._stop.is_set():
-            # The pool is shut down if `close` was called just now.
+            logger.error("cannot prune %s, trying again: %s", store.url, error, exc_info=trace)
+        reported = None if error is None else str(error)
+        if not stop.is_set():
+            # The pool is shut down if it was stopped just now.
             with suppress(RuntimeError):
-                self._pool.submit(self._run).add_done_callback(self._continue)
+                pool.submit(run).add_done_callback(go_on)
+
+    def close() -> None:
+        stop.set()
+        pool.shutdown()
+
+    pool.start()
+    pool.submit(run).add_done_callback(go_on)
+    return close
 
 
-class Skips:
+class SkipWriter:
     """Writes the skips of a feed in a worker thread. It needs memory for the weights of one version."""
 
     def __init__(
@@ -101,16 +97,13 @@ class Skips:
     def _advance(self) -> None:
         with self._lock:
             self._is_due = False
-        try:
-            for skip in self._compactor.advance():
-                logger.info("a skip leads from version %s to %d", skip.parent, skip.version)
-        except (DeltasyncError, MemoryError) as error:
-            # The feed is complete without it.
-            if not self._stop.is_set():
-                logger.warning("no skip was written, the next versions get one: %s", error)
+        for skip in self._compactor.advance():
+            logger.info("a skip leads from version %s to %d", skip.parent, skip.version)
 
     def _report(self, done: "Future[None]") -> None:
-        """Report an error that was not expected: nothing else reads the result."""
+        """Report an error: nothing else reads the result, and the feed is complete without the skip."""
         error = done.exception()
-        if error is not None:
-            logger.warning("no skip was written, the next versions get one: %s", error, exc_info=error)
+        is_expected = isinstance(error, DeltasyncError | MemoryError)
+        if error is not None and not (is_expected and self._stop.is_set()):
+            trace = None if is_expected else error
+            logger.warning("no skip was written, the next versions get one: %s", error, exc_info=trace)

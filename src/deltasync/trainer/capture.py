@@ -1,4 +1,4 @@
-"""The shadow, and captures against it.
+"""The shadow, captures against it, and the sources that publishers capture from.
 
 The shadow is the trainer's copy of the weights that were committed last. A capture holds the new bits of all elements
 that differ from the shadow, copied while the trainer waits. It comes in blocks that are cut as the encoder cuts them
@@ -6,9 +6,11 @@ that differ from the shadow, copied while the trainer waits. It comes in blocks 
 replaces an earlier one. A rebase turns a capture against one version into a capture against the next.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -16,12 +18,12 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.blocks import CutTensors, cut_changes, detect, layout_runs
+from deltasync.blocks import CutTensors, cut_changes, detect_by, layout_runs
 from deltasync.checkpoint import mapped_weights, require_mapped
 from deltasync.errors import InvalidInputError, MismatchError
 from deltasync.files import locked
 from deltasync.format import limits
-from deltasync.format.layout import DType, Layout, TensorSpec
+from deltasync.format.layout import Layout, TensorSpec
 from deltasync.format.weights import (
     Bits,
     Changes,
@@ -37,17 +39,14 @@ from deltasync.format.weights import (
 )
 from deltasync.kernels import kernels
 from deltasync.parallel import each
+from deltasync.state import State
+from deltasync.trainer.shards import Shards
 
 _Found = tuple[NDArray[np.unsignedinteger], Bits]
 """Ascending positions or indices, and new bits."""
 
 _WINDOW = 1 << 15
 """Changes that are rebased at a time: temporary memory stays small."""
-
-
-def _packed(blocks: Iterable[Changes]) -> list[Changes]:
-    """Changes as they are kept: one publication may wait for another, and both are in memory then."""
-    return [changes.packed() for changes in blocks]
 
 
 def rebase(
@@ -70,7 +69,9 @@ def rebase(
     def rebased(item: tuple[Runs, list[list[_Placed]]]) -> list[list[Changes]]:
         runs, (*mine, theirs, replaced) = item
         now, old = _along(theirs, layout, runs), _values(replaced, layout, runs)
-        return [_packed(cut_changes(runs, *_rebased(_along(one, layout, runs), now, old))) for one in mine]
+        found = (_rebased(_along(one, layout, runs), now, old) for one in mine)
+        # As they are kept: one publication may wait for another, and both are in memory then.
+        return [[changes.packed() for changes in cut_changes(runs, *one)] for one in found]
 
     results: list[list[Changes]] = [[] for _ in captures]
     for parts in each(rebased, taken()):
@@ -213,7 +214,7 @@ class Converted(Readable, Protocol):
 def capture(shadow: Weights, new: Readable) -> list[Changes]:
     """Every element of `new` that differs from the shadow, bit by bit."""
     require_same(shadow.layout, new.layout)
-    return [changes for blocks in each(_comparison(shadow, new), layout_runs(new.layout)) for changes in blocks]
+    return [changes for blocks in each(partial(_compare, shadow, new), layout_runs(new.layout)) for changes in blocks]
 
 
 def require_same(feed: Layout, weights: Layout) -> None:
@@ -231,7 +232,7 @@ def capture_each(shadow: Weights, tensors: Iterable[tuple[TensorSpec, Bits]]) ->
         arrays = shadow.arrays
         new = Weights(shadow.layout, (*arrays[:ordinal], bits, *arrays[ordinal + 1 :]))
         runs = cut_runs(whole_runs(shadow.layout, [ordinal]), limits.BLOCK_ELEMENTS_MAX)
-        compared = each(_comparison(shadow, new), runs)
+        compared = each(partial(_compare, shadow, new), runs)
         parts = [part for blocks in compared for changes in blocks for part in tensor_parts(shadow.layout, changes)]
         none = np.empty(0, np.uint32), bits[:0]
         captured.add(ordinal, *_joined([(indices, values) for _, indices, values in parts] or [none]))
@@ -265,36 +266,16 @@ def copy_each(target: Weights, tensors: Iterable[tuple[TensorSpec, Bits]]) -> No
         target.write_run(ordinal, 0, bits)
 
 
-def _comparison(shadow: Weights, new: Readable) -> Callable[[Runs], list[Changes]]:
-    """A function that gives the blocks of one run of elements."""
-
-    def compare(runs: Runs) -> list[Changes]:
-        if not (isinstance(new, Converted) and new.is_converted):
-            return _packed(detect(shadow, new, runs))
-        masters = new.masters(runs)
-        if masters is not None:
-            return _packed(_detect_rounded(shadow, masters, runs))
-        return _packed(_detect_converted(shadow, new, runs))
-
-    return compare
-
-
-def _detect_rounded(shadow: Weights, masters: Masters, runs: Runs) -> Iterator[Changes]:
-    """The same as `detect`, of elements that the kernel rounds."""
-    detect_in, before = kernels().detect_rounded, shadow.region(runs)
-    start, elements = 0, before.elements
-    while start < elements:
-        positions, values, stop = detect_in(
-            before,
-            masters.region,
-            start,
-            cell=limits.CELL_ELEMENTS,
-            enough=limits.BLOCK_CHANGES_SOFT,
-            nan=masters.nan,
-        )
-        if len(positions):
-            yield Changes(slice_runs(runs, start, stop), positions, values)
-        start = stop
+def _compare(shadow: Weights, new: Readable, runs: Runs) -> list[Changes]:
+    """The blocks of one run of elements."""
+    if not (isinstance(new, Converted) and new.is_converted):
+        found = detect_by(kernels().detect, shadow.region(runs), new.region(runs), runs)
+    elif (masters := new.masters(runs)) is not None:
+        rounded = partial(kernels().detect_rounded, nan=masters.nan)
+        found = detect_by(rounded, shadow.region(runs), masters.region, runs)
+    else:
+        found = _detect_converted(shadow, new, runs)
+    return [changes.packed() for changes in found]
 
 
 def _detect_converted(shadow: Weights, new: Readable, runs: Runs) -> Iterator[Changes]:
@@ -308,7 +289,8 @@ def _detect_converted(shadow: Weights, new: Readable, runs: Runs) -> Iterator[Ch
             for at in range(first, first + count, CACHED_ELEMENTS):
                 run = np.array([[ordinal, at, min(CACHED_ELEMENTS, first + count - at)]])
                 size = int(run[0, 2])
-                before = _flat(dtype, old[at : at + size])
+                # It is only compared: it has no keys for a digest.
+                before = Region(dtype, (old[at : at + size],), np.array([[0, 0, size]]), _NO_KEYS)
                 positions, values, _ = detect_in(before, new.region(run), 0, cell=size, enough=size)
                 if len(positions):
                     positions += np.uint32(stop - start)
@@ -318,11 +300,6 @@ def _detect_converted(shadow: Weights, new: Readable, runs: Runs) -> Iterator[Ch
             if parts:
                 yield Changes(slice_runs(runs, start, stop), *_joined(parts))
             start, parts = stop, []
-
-
-def _flat(dtype: DType, bits: Bits) -> Region:
-    """A region that is only compared: it has no keys for a digest."""
-    return Region(dtype, (bits,), np.array([[0, 0, len(bits)]]), _NO_KEYS)
 
 
 def _once_each(layout: Layout, tensors: Iterable[tuple[TensorSpec, Bits]]) -> Iterator[tuple[int, Bits]]:
@@ -339,3 +316,69 @@ def _once_each(layout: Layout, tensors: Iterable[tuple[TensorSpec, Bits]]) -> It
         yield ordinal, bits
     if missing:
         raise InvalidInputError(f"tensor {min(missing)!r:.200} is missing", hint=_HINT)
+
+
+class Source(ABC):
+    """The weights of one publication. A publisher asks once for their changes, or for a copy where it has no shadow."""
+
+    @property
+    def layout(self) -> Layout | None:
+        """Of all weights; None if it is not known before the tensors come, or if another process knows it."""
+        return None
+
+    def shards(self, layout: Layout) -> Shards | None:
+        """The part of the weights that this process has; None if it has all of them."""
+        return None
+
+    def collect(self) -> Weights:
+        """Copies of all weights, whose layout is not known before. What is asked for later is taken from them."""
+        raise InvalidInputError("the feed has no version yet", hint="publish all weights first")
+
+    @abstractmethod
+    def copy_into(self, weights: Weights) -> None:
+        """Copy all weights."""
+
+    @abstractmethod
+    def changes(self, shadow: State) -> list[Changes]:
+        """What differs from the shadow, whose lock is held."""
+
+
+class WeightsSource(Source):
+    """Weights in memory, or in mapped files."""
+
+    def __init__(self, weights: Readable) -> None:
+        self._weights = weights
+
+    @property
+    def layout(self) -> Layout | None:
+        return self._weights.layout
+
+    def copy_into(self, weights: Weights) -> None:
+        require_same(weights.layout, self._weights.layout)
+        copy_into(weights, self._weights)
+
+    def changes(self, shadow: State) -> list[Changes]:
+        # No digest is computed of what is compared, so that runs of a shard need not be contiguous in whole tensors.
+        weights = shadow.require_weights()
+        return capture(Weights(weights.layout, weights.arrays), self._weights)
+
+
+class StreamSource(Source):
+    """Tensors that come one by one, and once, so that the model never has to exist twice."""
+
+    def __init__(self, tensors: Iterable[tuple[TensorSpec, Bits]]) -> None:
+        self._tensors = tensors
+        self._collected: Weights | None = None
+
+    def collect(self) -> Weights:
+        self._collected = collect(self._tensors)
+        return self._collected
+
+    def copy_into(self, weights: Weights) -> None:
+        if self._collected is None:
+            copy_each(weights, self._tensors)
+        elif self._collected is not weights:
+            copy_into(weights, self._collected)
+
+    def changes(self, shadow: State) -> list[Changes]:
+        return capture_each(shadow.require_weights(), self._tensors)

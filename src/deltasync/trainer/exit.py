@@ -64,7 +64,7 @@ def _finish(pipeline: Pipeline, limit_s: float) -> str | None:
     url, deadline_s = pipeline.versions.upload.store.url, time.monotonic() + limit_s
 
     def is_done(wait_s: float) -> bool:
-        return pipeline.wait_idle(wait_s) and pipeline.anchors.wait_idle(wait_s)
+        return pipeline.wait_idle(wait_s) and pipeline.wait_anchors(wait_s)
 
     wait_s = min(QUIET_S, limit_s)
     while not is_done(wait_s) and (left_s := deadline_s - time.monotonic()) > 0:
@@ -73,7 +73,7 @@ def _finish(pipeline: Pipeline, limit_s: float) -> str | None:
     lost = pipeline.unpublished()
     if not pipeline.wait_idle(0):
         return f"{lost} within {limit_s:g} s"
-    if not pipeline.anchors.wait_idle(0):
+    if not pipeline.wait_anchors(0):
         logger.error("an anchor of %s was not finished within %g s; the feed is complete without it", url, limit_s)
     else:
         pipeline.close()

@@ -4,7 +4,6 @@ import logging
 import math
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -69,13 +68,14 @@ class Decision:
     """Set in the block by rank 0, and known to all ranks after it."""
 
 
-class Group(ABC):
-    """The processes that write the versions of a feed together. `timeout_s`: how long rank 0 waits for the slowest.
+class Group:
+    """The processes that write the versions of a feed together: this one alone, or those that a subclass connects.
 
-    One thread uses it at a time. Once a rank is lost, no further agreement is possible.
+    `timeout_s`: how long rank 0 waits for the slowest. One thread uses it at a time. Once a rank is lost, no further
+    agreement is possible.
     """
 
-    def __init__(self, rank: int, size: int, *, timeout_s: float) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, *, timeout_s: float = 0.0) -> None:
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
@@ -84,6 +84,9 @@ class Group(ABC):
     @contextmanager
     def report_errors(self) -> Iterator[None]:
         """Report an error inside the block to the other ranks, which raise it at their next agreement."""
+        if self.size == 1:
+            yield
+            return
         self.require_all()
         try:
             yield
@@ -100,29 +103,30 @@ class Group(ABC):
         If the block fails, or a rank reports an error instead, every rank raises that error. `about` must be the same
         on all.
         """
+        if self.size == 1:
+            yield Decision([mine])
+            return
         self.require_all()
         with self._agreement(Message(about, mine)) as decision:
             yield decision
 
-    @abstractmethod
     def fork(self) -> "Group":
         """The same processes with a channel of their own, for another thread. All of them call this."""
+        return self
 
-    @abstractmethod
     def share(self, bits: Bits) -> None:
         """Overwrite `bits` on all ranks with those of rank 0. They must have the same size everywhere."""
 
-    @abstractmethod
     def close(self) -> None:
         """Release what connects the ranks. The other ranks need not do so at the same time."""
 
-    @abstractmethod
     def _send(self, rank: int, message: Message) -> None:
         """Send a message to a rank; the error of `lose` if that is lost."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _receive(self, rank: int, timeout_s: float) -> Message:
         """The next message of a rank; the error of `lose` if none comes in time."""
+        raise NotImplementedError
 
     @contextmanager
     def _agreement(self, mine: Message) -> Iterator[Decision]:
@@ -135,7 +139,14 @@ class Group(ABC):
                 raise answer.failure.error()
             decision.result = answer.value
             return
-        messages, lost = self._collect(mine)
+        messages, lost = [mine], None
+        until = time.monotonic() + self._timeout_s
+        for rank in range(1, self.size):
+            try:
+                messages.append(self._receive(rank, max(0.001, until - time.monotonic())))
+            except DeltasyncError as error:
+                lost = error
+                messages.append(Message(mine.about, None, Failure.of(error, 0)))
         try:
             _require_agreement(messages)
             decision = Decision([message.value for message in messages])
@@ -147,18 +158,6 @@ class Group(ABC):
                 raise lost from None
             raise
         self._send_all(Message(mine.about, decision.result))
-
-    def _collect(self, mine: Message) -> tuple[list[Message], DeltasyncError | None]:
-        """On rank 0: the messages of all ranks; if some are lost, the error of the last of them."""
-        messages, lost = [mine], None
-        until = time.monotonic() + self._timeout_s
-        for rank in range(1, self.size):
-            try:
-                messages.append(self._receive(rank, max(0.001, until - time.monotonic())))
-            except DeltasyncError as error:
-                lost = error
-                messages.append(Message(mine.about, None, Failure.of(error, 0)))
-        return messages, lost
 
     def _send_all(self, message: Message) -> None:
         for rank in range(1, self.size):
@@ -177,29 +176,6 @@ class Group(ABC):
         """Raise the error of a rank that is lost."""
         if self._lost is not None:
             raise self._lost
-
-
-class Alone(Group):
-    """The group of a trainer that is a single process."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1, timeout_s=0.0)
-
-    def fork(self) -> Group:
-        """This group: it has no channel."""
-        return self
-
-    def share(self, bits: Bits) -> None:
-        """Nobody else needs them."""
-
-    def close(self) -> None:
-        """There is nothing to release."""
-
-    def _send(self, rank: int, message: Message) -> None:
-        raise self.lose(f"rank {rank}", ValueError("this process is alone"))
-
-    def _receive(self, rank: int, timeout_s: float) -> Message:
-        raise self.lose(f"rank {rank}", ValueError("this process is alone"))
 
 
 def _require_agreement(messages: Sequence[Message]) -> None:
@@ -237,15 +213,30 @@ def resume(
     folder: Path | None,
 ) -> None:
     """Bring the weights of every rank to the head, unless the files under `folder` hold them already."""
-
     if folder is not None and _is_at(group, head, weights, shards):
         return
     with ExitStack() as stack:
+        source: Weights | None = None
         with group.report_errors():
-            source = stack.enter_context(_restored(store, head, folder)) if group.rank == 0 else None
+            if group.rank == 0:
+                # In mapped files, which are deleted at the end.
+                place = Path(tempfile.gettempdir()) if folder is None else folder
+                out = stack.enter_context(temporary_folder_beside(place / "deltasync-head")) / "head"
+                restore(store, out, version=head.version, files=False)
+                source = open_checkpoint(out).weights
         with group.decision("the head", None):
             pass
-        _hand_out(group, source, weights, shards)
+        # Rank 0 sends the rows of all tensors; every rank keeps its own elements of them.
+        for ordinal, box in enumerate(shards.boxes):
+            dtype, row = weights.layout.tensors[ordinal].dtype.bits_dtype, math.prod(box.shape[1:])
+            step = max(1, SENT_ELEMENTS // max(1, row))
+            for first in range(0, box.shape[0] if row else 0, step):
+                rows = np.empty(min(step, box.shape[0] - first) * row, dtype)
+                if source is not None:
+                    rows[:] = source.arrays[ordinal][first * row : first * row + len(rows)]
+                group.share(rows)
+                if box.elements:
+                    box.copy_rows(weights.arrays[ordinal], rows, first)
     if not _is_at(group, head, weights, shards):
         raise CorruptError(
             f"the weights of all ranks together do not have the digest of version {head.version}",
@@ -263,27 +254,3 @@ def _is_at(group: Group, head: Manifest, weights: Weights, shards: Shards) -> bo
         if decision.parts is not None:
             decision.result = sum(decision.parts, layout_digest(shards.layout)) == head.digest
     return bool(decision.result)
-
-
-@contextmanager
-def _restored(store: Store, head: Manifest, folder: Path | None) -> Iterator[Weights]:
-    """All weights of a version, in mapped files that are deleted at the end of the block."""
-    place = Path(tempfile.gettempdir()) if folder is None else folder
-    with temporary_folder_beside(place / "deltasync-head") as temporary:
-        out = temporary / "head"
-        restore(store, out, version=head.version, files=False)
-        yield open_checkpoint(out).weights
-
-
-def _hand_out(group: Group, source: Weights | None, weights: Weights, shards: Shards) -> None:
-    """Send the rows of all tensors from rank 0, which has the source; every rank keeps its own elements of them."""
-    for ordinal, box in enumerate(shards.boxes):
-        dtype, row = weights.layout.tensors[ordinal].dtype.bits_dtype, math.prod(box.shape[1:])
-        step = max(1, SENT_ELEMENTS // max(1, row))
-        for first in range(0, box.shape[0] if row else 0, step):
-            rows = np.empty(min(step, box.shape[0] - first) * row, dtype)
-            if source is not None:
-                rows[:] = source.arrays[ordinal][first * row : first * row + len(rows)]
-            group.share(rows)
-            if box.elements:
-                box.copy_rows(weights.arrays[ordinal], rows, first)

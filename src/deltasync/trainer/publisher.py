@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,20 +17,18 @@ from deltasync.feed.upload import Upload
 from deltasync.files import make_folder
 from deltasync.format.companions import require_files
 from deltasync.format.layout import Layout
-from deltasync.format.manifest import BaseRef, Manifest, PayloadRef
-from deltasync.format.weights import Weights
+from deltasync.format.manifest import BaseRef, Manifest
+from deltasync.format.weights import Changes, Weights
 from deltasync.state import State
 from deltasync.store.protocol import Store
-from deltasync.trainer.anchoring import Anchors
-from deltasync.trainer.background import BackgroundPruner, Skips
-from deltasync.trainer.capture import lock_shadow, require_same, shadow_weights
+from deltasync.trainer.background import SkipWriter, start_pruning
+from deltasync.trainer.capture import Source, lock_shadow, require_same, shadow_weights
 from deltasync.trainer.events import Observer, Publication
 from deltasync.trainer.exit import finish_at_exit
-from deltasync.trainer.group import Alone, Group, resume
-from deltasync.trainer.pipeline import FirstVersion, Pipeline
+from deltasync.trainer.group import Group, resume
+from deltasync.trainer.pipeline import Pipeline
 from deltasync.trainer.schedule import AnchorBacklog, AnchorPolicy, AnchorSchedule
 from deltasync.trainer.shards import ShardWeights
-from deltasync.trainer.source import Source
 from deltasync.trainer.versions import Metadata, VersionWriter
 from deltasync.upkeep.compact import require_levels
 from deltasync.upkeep.prune import Retention
@@ -116,7 +114,7 @@ class FeedPublisher:
         self._upload = Upload(store, retry_s=options.retry_s, require_fencing=options.require_fencing)
         self._options = options
         self._is_sharded = group is not None
-        self._group = Alone() if group is None else group
+        self._group = Group() if group is None else group
         self._anchor_group: Group | None = None
         self._pipeline: Pipeline | None = None
         self._is_closed = False
@@ -168,25 +166,30 @@ class FeedPublisher:
             self._pipeline.require_running()
         with self._stopping():
             metadata = Metadata.of(step, extra)
-        self.open(source)
+        if self._pipeline is None or self.needs_files:
+            # Before files are put: other tensors than those of the feed are refused.
+            self.open(source)
         pipeline = self._pipeline
         if pipeline is None:
             raise InvalidInputError("the feed is not open", hint="call open first")
         if self.needs_files:
-            pipeline.files = self._put_files(pipeline)
+            with self._group.decision("its files", None) as decision:
+                if decision.parts is not None:
+                    head = pipeline.head
+                    decision.result = pipeline.versions.put_files(self.files, head, defaults=self.default_files)
+            pipeline.files = decision.result
             self.needs_files = False
         shadow = pipeline.shadow
         with shadow.lock:
             if anchor:
                 pipeline.versions.schedule.request()
-            if pipeline.is_filled:
-                with self._stopping():
-                    changes = source.changes(shadow)
-                return pipeline.submit(changes, metadata, held_s=time.perf_counter() - started)
+            capture: list[Changes] | None = None
             with self._stopping():
-                source.copy_into(shadow.require_weights())
-            first = FirstVersion(base=self._options.base, metadata=metadata)
-            return pipeline.start(first, held_s=time.perf_counter() - started)
+                if pipeline.is_filled:
+                    capture = source.changes(shadow)
+                else:
+                    source.copy_into(shadow.require_weights())
+            return pipeline.submit(capture, metadata, held_s=time.perf_counter() - started)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything that was published is committed or has failed; False on timeout."""
@@ -227,7 +230,10 @@ class FeedPublisher:
         layout: Layout | None = tensors.result
         with group.report_errors():
             shards = None if source is None or layout is None else source.shards(layout)
-            path = self._shadow_file()
+            folder = path = None if options.shadow_path is None else Path(options.shadow_path)
+            if folder is not None and self._is_sharded:
+                make_folder(folder)
+                path = folder / f"shadow-{group.rank:05d}-of-{group.size:05d}.safetensors"
             if self._shadow_lock is None:
                 self._shadow_lock = self._resources.enter_context(lock_shadow(path))
             weights: Weights | None = None
@@ -241,7 +247,7 @@ class FeedPublisher:
         upload.id, head = opened.result
         if weights is not None and shards is not None:
             if head is not None:
-                resume(group, upload.store, head, weights, shards, folder=self._shadow_folder)
+                resume(group, upload.store, head, weights, shards, folder=folder)
         elif head is not None:
             weights = self._resumed(layout, head, path)
         elif layout is not None:
@@ -262,21 +268,15 @@ class FeedPublisher:
             group=group,
             schedule=AnchorSchedule(options.anchors, last.result),
         )
-        pipeline = Pipeline(
-            versions,
-            shadow,
-            Anchors(versions.beside(self._anchor_group), shadow, observer=options.observer),
-            skips=(
-                Skips(upload.store, options.skips, retry_s=options.retry_s, observer=options.observer)
-                if options.skips
-                else None
-            ),
-            observer=options.observer,
-        )
+        skips: SkipWriter | None = None
+        if options.skips:
+            skips = SkipWriter(upload.store, options.skips, retry_s=options.retry_s, observer=options.observer)
+        # Anchors are written in a thread of their own, which counts its own retries.
+        anchors = replace(versions, upload=upload.beside(), group=self._anchor_group)
+        pipeline = Pipeline(versions, anchors, shadow, base=options.base, skips=skips, observer=options.observer)
         self._resources.callback(pipeline.close)
         if options.retention is not None and group.rank == 0:
-            pruner = BackgroundPruner(upload.store, options.retention, observer=options.observer)
-            self._resources.callback(pruner.close)
+            self._resources.callback(start_pruning(upload.store, options.retention, observer=options.observer))
         finish_at_exit(pipeline, options.exit_s)
         return pipeline
 
@@ -303,25 +303,6 @@ class FeedPublisher:
             logger.info("rebuilding the shadow of version %d from the feed", head.version)
             State(weights, scratch=True).advance(route)
         return weights
-
-    def _put_files(self, pipeline: Pipeline) -> PayloadRef | None:
-        with self._group.decision("its files", None) as decision:
-            if decision.parts is not None:
-                head = pipeline.head
-                decision.result = pipeline.versions.put_files(self.files, head, defaults=self.default_files)
-        files: PayloadRef | None = decision.result
-        return files
-
-    @property
-    def _shadow_folder(self) -> Path | None:
-        return None if self._options.shadow_path is None else Path(self._options.shadow_path)
-
-    def _shadow_file(self) -> Path | None:
-        folder, group = self._shadow_folder, self._group
-        if folder is None or not self._is_sharded:
-            return folder
-        make_folder(folder)
-        return folder / f"shadow-{group.rank:05d}-of-{group.size:05d}.safetensors"
 
 
 def require_layout(route: Route, layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""The state of a feed, polled with few requests: what the page, the report and the terminal show.
+"""The state of a feed, polled with few requests: what the page, the report and the terminal show, and its alerts.
 
 The newest versions are read in detail. Of the older ones only every n-th is, n a power of two, so that what is read and
 kept stays bounded for a feed of any length. Nothing is written, and no payload is fetched except the index of one.
@@ -6,10 +6,10 @@ kept stays bounded for a feed of any length. Nothing is written, and no payload 
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
 from deltasync.feed.log import READ_THREADS, Log, outcome, require_follows
@@ -46,9 +46,44 @@ LISTING_S = 30.0
 _SAME_SECOND_S = 5.0
 """A heartbeat this recent is read again: two of them may have one time in a listing."""
 
-
 _TRIES = 3
 """Payloads that are tried for the size of all weights."""
+
+BEHIND_VERSIONS = 8
+"""A replica that is more versions behind is one to look at."""
+
+SILENT_S = 600.0
+SILENT_INTERVALS = 10
+"""A publisher is silent after this time and so many times its usual interval."""
+
+ENDED_S = 86_400.0
+"""A run without a version for this long has probably ended."""
+
+COPIES_MAX = 20
+"""A feed that was never pruned may hold so many full copies of the weights before its size is mentioned."""
+
+_LISTED = 3
+"""Alerts of one kind, beside one that counts the others."""
+
+_SHOWN = (
+    *("url", "read_unix_s", "feed", "created_unix_s", "head", "floor", "detail_from", "stride", "interval_s"),
+    *("versions_per_minute", "delta_bytes", "full_bytes", "stored_bytes", "stored_payloads", "stored_is_cut"),
+    *("versions", "anchors", "skips", "pins", "replicas", "older_replicas", "damages"),
+)
+"""What an overview has as JSON, in this order."""
+
+Level = Literal["critical", "warning", "notice"]
+_LEVELS: tuple[Level, ...] = ("critical", "warning", "notice")
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Something to look at, and what to do about it."""
+
+    level: Level
+    kind: str
+    message: str
+    hint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,67 +96,33 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
-    """A replica, and how many seconds passed in training from the version that it serves to the newest one."""
-
-    state: ReplicaState
-    lag_s: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self.state.to_json(), "lag_s": self.lag_s}
-
-
-@dataclass(frozen=True, slots=True)
 class Overview:
     """A feed at one moment. `versions` ascend; all those from `detail_from` on, every `stride`-th before."""
 
     url: str
     read_unix_s: float
-    feed: str | None
-    created_unix_s: int | None
-    floor: int
-    detail_from: int
-    stride: int
-    versions: tuple[Manifest, ...]
-    anchors: tuple[tuple[int, int | None], ...]
+    feed: str | None = None
+    created_unix_s: int | None = None
+    floor: int = 0
+    detail_from: int = 0
+    stride: int = 1
+    versions: tuple[Manifest, ...] = ()
+    anchors: tuple[tuple[int, int | None], ...] = ()
     """Versions that an anchor was added to, with its bytes where they were read."""
-    skips: tuple[tuple[int, int], ...]
-    pins: tuple[tuple[int, str], ...]
+    skips: tuple[tuple[int, int], ...] = ()
+    pins: tuple[tuple[int, str], ...] = ()
     """Pinned versions and the names of their pins, ascending."""
-    full_bytes: int | None
+    full_bytes: int | None = None
     """All weights, as the index of a payload gives them."""
-    stored_bytes: int
-    stored_payloads: int
-    is_listing_cut: bool
+    stored_bytes: int = 0
+    stored_payloads: int = 0
+    stored_is_cut: bool = False
     """Whether there are more payloads than are counted."""
-    replicas: tuple[Replica, ...]
-    older_replicas: int
+    replicas: tuple[tuple[ReplicaState, int | None], ...] = ()
+    """Each with the seconds that passed in training from the version that it serves to the newest one."""
+    older_replicas: int = 0
     """Replicas whose heartbeats were not read."""
-    damages: tuple[Damage, ...]
-
-    @classmethod
-    def empty(cls, url: str, read_unix_s: float) -> "Overview":
-        """Of a feed that could not be read, or has no version."""
-        return cls(
-            url=url,
-            read_unix_s=read_unix_s,
-            feed=None,
-            created_unix_s=None,
-            floor=0,
-            detail_from=0,
-            stride=1,
-            versions=(),
-            anchors=(),
-            skips=(),
-            pins=(),
-            full_bytes=None,
-            stored_bytes=0,
-            stored_payloads=0,
-            is_listing_cut=False,
-            replicas=(),
-            older_replicas=0,
-            damages=(),
-        )
+    damages: tuple[Damage, ...] = ()
 
     @property
     def head(self) -> Manifest | None:
@@ -155,43 +156,84 @@ class Overview:
         """Seconds since the newest commit, by the trainer's clock."""
         return None if self.head is None else max(0.0, self.read_unix_s - self.head.created_unix_s)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has probably ended: no version for a day and for many times its usual interval."""
+        return (self.age_s or 0.0) > max(ENDED_S, SILENT_INTERVALS * (self.interval_s or 0.0))
+
+    def alerts(self) -> list[Alert]:
+        """What needs attention, the worst first."""
+        hint = "`deltasync verify` shows what it costs; publish an anchor to go on, or put the object back from a copy"
+        damages = []
+        for damage in self.damages:
+            where = damage.key if damage.version is None else f"version {damage.version}, {damage.key}"
+            damages.append(Alert("critical", "damage", f"Damage in {where}: {damage.message}", hint))
+        found = [*_some(damages, "objects are damaged"), *self._replica_alerts()]
+        head, age_s = self.head, self.age_s
+        if head is not None and self.has_ended:
+            when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(head.created_unix_s))
+            message = f"No version since {when} UTC: the run has probably ended"
+            found.append(Alert("notice", "ended", message, "nothing, if that was planned"))
+        elif age_s is not None and age_s > max(SILENT_S, SILENT_INTERVALS * (self.interval_s or 0.0)):
+            usual = "" if self.interval_s is None else f"; usually there is one every {self.interval_s:,.0f} s"
+            message = f"The publisher is silent: no version for {age_s / 60:,.0f} min{usual}"
+            hint = "look at the trainer's log for failed publications"
+            found.append(Alert("warning", "publisher", message, hint))
+        if self.floor == 0 and self.full_bytes and self.stored_bytes > COPIES_MAX * self.full_bytes:
+            copies = self.stored_bytes / self.full_bytes
+            message = f"The feed grows: it holds as much as {copies:,.0f} full copies, and was never pruned"
+            found.append(Alert("notice", "grows", message, "`deltasync prune` deletes what no replica needs"))
+        return sorted(found, key=lambda alert: _LEVELS.index(alert.level))
+
+    def _replica_alerts(self) -> Iterator[Alert]:
+        diverged, behind, silent = [], [], []
+        for state, lag_s in self.replicas:
+            if state.is_live and state.has_digest is False:
+                message = f"Replica {state.id} has other bits than version {state.version} of this feed"
+                hint = "scrub or restart it; if it follows another feed, give it another prefix"
+                diverged.append(Alert("critical", "diverged", message, hint))
+            if state.is_live and state.lag is not None and state.lag > BEHIND_VERSIONS:
+                seconds = "" if lag_s is None else f" and {lag_s:,} s"
+                message = f"Replica {state.id} is {state.lag:,} versions{seconds} behind"
+                hint = "look at its phase times and its log; `deltasync compact` makes catching up cheaper"
+                behind.append(Alert("warning", "behind", message, hint))
+            # One that stopped long ago was probably ended on purpose.
+            if not state.is_live and state.age_s < ENDED_S:
+                message = f"Replica {state.id} has not written a heartbeat for {state.age_s // 60:,} min"
+                hint = "check whether it runs, and whether it may write to replicas/"
+                silent.append(Alert("warning", "silent", message, hint))
+        yield from _some(diverged, "replicas have other bits than their version")
+        yield from _some(behind, "replicas are behind")
+        if not self.has_ended:
+            yield from _some(silent, "replicas are silent")
+
     def to_json(self) -> dict[str, Any]:
-        return {
-            "url": self.url,
+        versions = [
+            {
+                "version": m.version,
+                "kind": m.kind,
+                "step": m.step,
+                "created_unix_s": m.created_unix_s,
+                "bytes": m.nbytes,
+                "changed": m.changed,
+                "elements": m.elements,
+            }
+            for m in self.versions
+        ]
+        return {name: getattr(self, name) for name in _SHOWN} | {
             "read_unix_s": round(self.read_unix_s, 3),
-            "feed": self.feed,
-            "created_unix_s": self.created_unix_s,
             "head": None if self.head is None else self.head.version,
-            "floor": self.floor,
-            "detail_from": self.detail_from,
-            "stride": self.stride,
-            "interval_s": self.interval_s,
-            "versions_per_minute": self.versions_per_minute,
-            "delta_bytes": self.delta_bytes,
-            "full_bytes": self.full_bytes,
-            "stored_bytes": self.stored_bytes,
-            "stored_payloads": self.stored_payloads,
-            "stored_is_cut": self.is_listing_cut,
-            "versions": [_version_json(m) for m in self.versions],
-            "anchors": [list(pair) for pair in self.anchors],
-            "skips": [list(pair) for pair in self.skips],
-            "pins": [list(pair) for pair in self.pins],
-            "replicas": [replica.to_json() for replica in self.replicas],
-            "older_replicas": self.older_replicas,
+            "versions": versions,
+            "replicas": [{**state.to_json(), "lag_s": lag_s} for state, lag_s in self.replicas],
             "damages": [asdict(damage) for damage in self.damages],
         }
 
 
-def _version_json(m: Manifest) -> dict[str, Any]:
-    return {
-        "version": m.version,
-        "kind": m.kind,
-        "step": m.step,
-        "created_unix_s": m.created_unix_s,
-        "bytes": m.nbytes,
-        "changed": m.changed,
-        "elements": m.elements,
-    }
+def _some(found: Sequence[Alert], more: str) -> Iterator[Alert]:
+    """The first of several alerts of one kind, and how many more there are: a fleet must not bury everything else."""
+    yield from found[:_LISTED]
+    if len(found) > _LISTED:
+        yield replace(found[0], message=f"{len(found) - _LISTED:,} more {more}")
 
 
 def stride_of(head: int) -> int:
@@ -232,13 +274,14 @@ class Watch:
         self._require_same_feed()
         if self._newest is None or not self._read_next():
             self._read_all()
-        if self._newest is not None:
-            self._thin()
+        detail_from = 0 if self._newest is None else max(0, self._newest + 1 - DETAIL)
+        stride = 1 if self._newest is None else stride_of(self._newest)
+        # Older versions that are no longer among every n-th are forgotten.
+        self._manifests = {v: m for v, m in self._manifests.items() if v >= detail_from or v % stride == 0}
         if self._listed_s is None or abs(now_unix_s - self._listed_s) >= LISTING_S:
-            self._read_listings()
+            self._read_listings(detail_from)
             self._listed_s = now_unix_s
         replicas, older = self._replicas(now_unix_s)
-        detail_from = 0 if self._newest is None else max(0, self._newest + 1 - DETAIL)
         versions = tuple(self._manifests[version] for version in sorted(self._manifests))
         return Overview(
             url=self.log.store.url,
@@ -247,7 +290,7 @@ class Watch:
             created_unix_s=None if self._feed is None else self._feed[1],
             floor=self._floor,
             detail_from=detail_from,
-            stride=1 if self._newest is None else stride_of(self._newest),
+            stride=stride,
             versions=versions,
             anchors=tuple(sorted(self._anchors.items())),
             skips=self._skips,
@@ -255,7 +298,7 @@ class Watch:
             full_bytes=self._all_bytes(versions),
             stored_payloads=self._stored[0],
             stored_bytes=self._stored[1],
-            is_listing_cut=self._stored[2],
+            stored_is_cut=self._stored[2],
             replicas=replicas,
             older_replicas=older,
             damages=(*self._damages.values(), *self._misplaced),
@@ -330,13 +373,7 @@ class Watch:
         self._damages[key] = Damage(key, version, str(found))
         return None
 
-    def _thin(self) -> None:
-        """Forget older versions that are no longer among every n-th."""
-        newest = self._newest or 0
-        detail_from, stride = newest + 1 - DETAIL, stride_of(newest)
-        self._manifests = {v: m for v, m in self._manifests.items() if v >= detail_from or v % stride == 0}
-
-    def _read_listings(self) -> None:
+    def _read_listings(self, detail_from: int) -> None:
         """Anchors, skips, pins and payloads. What a manifest names must be there, unless `prune` has deleted it.
 
         Payloads are listed after the manifests were read and before the floor, so that neither a commit nor a `prune`
@@ -345,16 +382,24 @@ class Watch:
         # What was damaged may have been put back.
         self._read([d.version for d in islice(list(self._damages.values()), STEPS_MAX) if d.version is not None])
         log = self.log
+
+        def anchor_bytes(version: int) -> int | None:
+            anchor = self._noted(outcome(log.anchor, version), keys.anchor_key(version))
+            return None if anchor is None else anchor.nbytes
+
+        def read_pin(item: ObjectInfo) -> Pin | None:
+            name = keys.parse_pin_key(item.key)
+            return None if name is None else self._noted(outcome(log.pin, name), item.key)
+
         anchors = list(islice(log.anchors(), LISTED_MAX))[-ANCHORS_MAX:]
         new = [version for version in anchors if self._anchors.get(version) is None]
-        read = dict(zip(new, each(self._anchor_bytes, new, waiting=READ_THREADS), strict=True))
+        read = dict(zip(new, each(anchor_bytes, new, waiting=READ_THREADS), strict=True))
         self._anchors = {version: self._anchors.get(version) or read.get(version) for version in anchors}
-        detail_from = 0 if self._newest is None else max(0, self._newest + 1 - DETAIL)
         self._skips = tuple(islice(log.skips(start=detail_from), 4 * DETAIL))
         pins = list(islice(log.store.list(keys.PINS), PINS_MAX))
         # One that was damaged is read again, and may have been removed.
         self._damages = {key: d for key, d in self._damages.items() if not key.startswith(keys.PINS)}
-        self._pins = {item: self._pins.get(item) or self._pin(item) for item in pins}
+        self._pins = {item: self._pins.get(item) or read_pin(item) for item in pins}
         wanted = {
             ref.sha256: (version, ref.nbytes)
             for version, m in self._manifests.items()
@@ -378,15 +423,7 @@ class Watch:
                     damaged.append(Damage(keys.payload_key(sha256), version, "this payload is missing"))
         self._misplaced = tuple(damaged)
 
-    def _pin(self, item: ObjectInfo) -> Pin | None:
-        name = keys.parse_pin_key(item.key)
-        return None if name is None else self._noted(outcome(self.log.pin, name), item.key)
-
-    def _anchor_bytes(self, version: int) -> int | None:
-        anchor = self._noted(outcome(self.log.anchor, version), keys.anchor_key(version))
-        return None if anchor is None else anchor.nbytes
-
-    def _replicas(self, now_unix_s: float) -> tuple[tuple[Replica, ...], int]:
+    def _replicas(self, now_unix_s: float) -> tuple[tuple[tuple[ReplicaState, int | None], ...], int]:
         """The replicas that wrote last, and how many there are beside them. Only new heartbeats are read."""
         items = [item for item in self.log.store.list(keys.REPLICAS) if keys.parse_replica_key(item.key) is not None]
         shown = sorted(items, key=lambda item: -item.modified_unix_s)[:REPLICAS_MAX]
@@ -408,19 +445,18 @@ class Watch:
             head = self._manifests[max(self._manifests)]
         if head is None:
             return (), len(items)
-        replicas = [self._replica(beat, head, now_unix_s, is_absent=beat.version in absent) for beat in beats]
-        return tuple(sorted(replicas, key=lambda r: worst_first(r.state))), len(items) - len(shown)
+        replicas: list[tuple[ReplicaState, int | None]] = []
+        for beat in beats:
+            m = None if beat.version is None else self._of_replicas.get(beat.version)
+            digest = beat.facts.get("digest")
+            has_digest = None if m is None or digest is None else digest == m.digest.hex
+            # The feed does not have its version after a rollback, or if it follows another feed.
+            state = replica_state(beat, head, False if beat.version in absent else has_digest, now_unix_s)
+            replicas.append((state, None if m is None else max(0, head.created_unix_s - m.created_unix_s)))
+        return tuple(sorted(replicas, key=lambda pair: worst_first(pair[0]))), len(items) - len(shown)
 
     def _find(self, version: int) -> Manifest | DeltasyncError:
         return outcome(self.log.read, version)
-
-    def _replica(self, beat: Heartbeat, head: Manifest, now_unix_s: float, *, is_absent: bool) -> Replica:
-        """`is_absent`: the feed does not have its version, as after a rollback, or if it follows another feed."""
-        served = None if beat.version is None else self._of_replicas.get(beat.version)
-        digest = beat.facts.get("digest")
-        has_digest = None if served is None or digest is None else digest == served.digest.hex
-        state = replica_state(beat, head, False if is_absent else has_digest, now_unix_s)
-        return Replica(state, None if served is None else max(0, head.created_unix_s - served.created_unix_s))
 
     def _all_bytes(self, versions: tuple[Manifest, ...]) -> int | None:
         """The size of all weights, from the index of the newest payload."""

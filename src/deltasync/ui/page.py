@@ -8,20 +8,18 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from deltasync import listener
 from deltasync.errors import DeltasyncError, NotFoundError
 from deltasync.feed.log import Log
 from deltasync.listener import Request, Response
 from deltasync.store.protocol import Store
-from deltasync.ui.alerts import BEHIND_VERSIONS, alerts, has_ended
-from deltasync.ui.index import VersionDetail, read_version
-from deltasync.ui.overview import Overview, Watch
+from deltasync.ui.index import version_json
+from deltasync.ui.overview import BEHIND_VERSIONS, Overview, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +58,8 @@ def asset(name: str) -> str:
 
 def feed_json(overview: Overview, error: dict[str, Any] | None = None) -> dict[str, Any]:
     """What the page shows: the overview, its alerts, and why it is no longer read, if it is not."""
-    found = [alert.to_json() for alert in alerts(overview)]
-    rules = {"alerts": found, "ended": has_ended(overview), "behind_versions": BEHIND_VERSIONS}
+    found = [asdict(alert) for alert in overview.alerts()]
+    rules = {"alerts": found, "ended": overview.has_ended, "behind_versions": BEHIND_VERSIONS}
     return {**overview.to_json(), **rules, "error": error}
 
 
@@ -75,7 +73,7 @@ class Page:
         self._log = Log(store)
         self._overview: Overview | None = None
         self._error: dict[str, Any] | None = None
-        self._details: dict[int, VersionDetail] = {}
+        self._details: dict[int, dict[str, Any]] = {}
         self._details_lock = threading.Lock()
         self._asked = threading.Event()
         self._stopped = threading.Event()
@@ -121,46 +119,36 @@ class Page:
             return Response(refused.code, refused.content_type, refused.content, {**_HEADERS, **refused.headers})
         if request.path == "/api/feed":
             self._asked.set()
-            return self._feed(request)
+            overview, error = self._overview, self._error
+            if overview is None and error is None:
+                return self._json(200, {"loading": True})
+            if overview is None:
+                # The feed could not be read even once.
+                overview = Overview(self._log.store.url, self._clock())
+            encoded = json.dumps(feed_json(overview, error)).encode()
+            if "gzip" in request.headers.get("Accept-Encoding", ""):
+                headers = {**_HEADERS, "Content-Encoding": "gzip"}
+                return Response(200, "application/json", gzip.compress(encoded, 1), headers)
+            return Response(200, "application/json", encoded, _HEADERS)
         if (match := _VERSION.fullmatch(request.path)) is not None:
             return self._version(int(match[1]))
         return self._json(404, {"error": {"kind": "not_found", "message": "there is nothing here"}})
-
-    def _feed(self, request: Request) -> Response:
-        overview, error = self._overview, self._error
-        if overview is None:
-            if error is None:
-                return self._json(200, {"loading": True})
-            # The feed could not be read even once.
-            overview = Overview.empty(self._log.store.url, self._clock())
-        content = json.dumps(feed_json(overview, error)).encode()
-        if "gzip" in request.headers.get("Accept-Encoding", ""):
-            headers = {**_HEADERS, "Content-Encoding": "gzip"}
-            return Response(200, "application/json", gzip.compress(content, 1), headers)
-        return Response(200, "application/json", content, _HEADERS)
 
     def _version(self, version: int) -> Response:
         try:
             with self._details_lock:
                 detail = self._details.get(version)
                 if detail is None:
-                    detail = read_version(self._log, version)
+                    detail = version_json(self._log, version)
                     if len(self._details) >= _DETAILS_MAX:
                         del self._details[next(iter(self._details))]
                     self._details[version] = detail
         except DeltasyncError as error:
             return self._json(404 if isinstance(error, NotFoundError) else 502, {"error": _error_json(error)})
-        return self._json(200, detail.to_json())
+        return self._json(200, detail)
 
     def _json(self, code: int, value: dict[str, Any]) -> Response:
         return Response.json(code, value, _HEADERS)
-
-
-@contextmanager
-def serving(page: Page, host: str, port: int, *, has_token: bool) -> Iterator[str]:
-    """Serve a page during the block; gives its URL. `page.run` has to run beside it."""
-    with listener.listening(page.respond, host, port, has_token=has_token) as url:
-        yield url
 
 
 def report(store: Store, *, clock: Callable[[], float] = time.time) -> tuple[str, Overview]:
@@ -171,7 +159,7 @@ def report(store: Store, *, clock: Callable[[], float] = time.time) -> tuple[str
     details: dict[str, Any] = {}
     for m in overview.versions[-REPORT_VERSIONS:]:
         try:
-            details[str(m.version)] = read_version(watch.log, m.version).to_json()
+            details[str(m.version)] = version_json(watch.log, m.version)
         except DeltasyncError as error:
             details[str(m.version)] = {"error": _error_json(error)}
     styles = [asset(name) for name in _STYLES]

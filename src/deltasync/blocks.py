@@ -181,15 +181,14 @@ def _smallest(layout: Layout, block: Block, new: Callable[[], Region]) -> Block:
 
 
 def _encode_block(old: Weights, changes: Changes) -> Block:
-    return _smallest(old.layout, exp.encode(old, changes), partial(_after, old, changes))
+    def after() -> Region:
+        """The elements of the runs after the changes, in memory of their own."""
+        region = old.region(changes.runs)
+        bits = region.gather()
+        bits[changes.positions] = changes.values
+        return region.holding(bits)
 
-
-def _after(old: Weights, changes: Changes) -> Region:
-    """The elements of the runs after the changes, in memory of their own."""
-    region = old.region(changes.runs)
-    bits = region.gather()
-    bits[changes.positions] = changes.values
-    return region.holding(bits)
+    return _smallest(old.layout, exp.encode(old, changes), after)
 
 
 def decode(

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +120,8 @@ class Run(Feed):
         """The heartbeat of a replica that serves a version."""
         served = self.log.read(version)
         seconds = Seconds(plan=0.012, fetch=0.31, decode=0.17, stage=0.09, commit=0.021, pause=0.008)
-        facts = {"engine": engine, "digest": served.digest.hex, **seconds.facts()}
+        facts = {"engine": engine, "digest": served.digest.hex}
+        facts |= {f"{phase}_s": f"{value:.4f}" for phase, value in asdict(seconds).items()}
         if proved:
             facts |= {"proved_version": str(version), "proved_unix_s": str(int(time.time() - ago_s - 240))}
         self.write_beat(replica, version, facts, ago_s=ago_s)

@@ -33,8 +33,8 @@ MUTANTS = (
         name="rebase-forgets-what-came-back",
         harm="A weight that returns to its old value while a publication is in flight keeps the other one on replicas.",
         path="src/deltasync/trainer/capture.py",
-        old="    back[at[again]] = False\n",
-        new="    back[:] = False\n",
+        old="        back[at[again]] = False\n",
+        new="        back[:] = False\n",
         killers=("tests/behaviour/test_trainer_rebase.py::test_a_rebased_capture_leads_to_the_same_weights",),
     ),
     Mutant(
@@ -43,7 +43,7 @@ MUTANTS = (
         path="src/deltasync/past.py",
         old="            step.put_back(runs, bits)\n",
         new="            del step\n",
-        killers=("tests/unit/test_trainer_anchoring.py::test_an_anchor_is_exact_although_the_shadow_moves_on",),
+        killers=("tests/behaviour/test_trainer_anchors.py::test_an_anchor_is_exact_although_the_shadow_moves_on",),
     ),
     Mutant(
         name="anchor-digest-unchecked",
@@ -51,7 +51,7 @@ MUTANTS = (
         path="src/deltasync/trainer/versions.py",
         old="        elif digest != draft.digest:\n",
         new="        elif digest is None:\n",
-        killers=("tests/unit/test_trainer_anchoring.py::test_an_anchor_of_other_weights_is_not_added",),
+        killers=("tests/behaviour/test_trainer_anchors.py::test_an_anchor_of_other_weights_is_not_added",),
     ),
     Mutant(
         name="publisher-reads-the-clock-late",

@@ -167,6 +167,20 @@ def test_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.rule == "manifest.size"
 
 
-def test_the_writer_refuses_what_the_reader_refuses() -> None:
-    with pytest.raises(CorruptError):
-        dataclasses.replace(DELTA, parent=5).to_bytes()
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"parent": 5}, "manifest.parent"),
+        ({"step": -1}, "manifest.field"),
+        ({"created_unix_s": 1 << 63}, "manifest.field"),
+        ({"elements": 1e6}, "manifest.field"),
+        ({"writer": ""}, "manifest.field"),
+        ({"extra": {"a": 1}}, "manifest.field"),
+        ({"extra": {"a": "b" * limits.MANIFEST_BYTES_MAX}}, "manifest.size"),
+        ({"payloads": 2 * DELTA.payloads}, "manifest.payloads"),
+    ],
+)
+def test_the_writer_refuses_what_the_reader_refuses(changes: dict[str, Any], rule: str) -> None:
+    with pytest.raises(CorruptError) as caught:
+        dataclasses.replace(DELTA, **changes).to_bytes()
+    assert caught.value.rule == rule

@@ -19,8 +19,7 @@ from deltasync.errors import (
     NotFoundError,
     StoreError,
 )
-from deltasync.vllm.replica import Replica
-from deltasync.vllm.routes import add_routes, token_middleware
+from deltasync.vllm.routes import Replica, add_routes, token_middleware
 
 TOKEN = "s3cret-täken"
 ALLOWED = {"authorization": b"Bearer " + TOKEN.encode()}

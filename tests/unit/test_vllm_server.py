@@ -21,7 +21,7 @@ from deltasync.testing.faulty import Fault, FaultyStore
 from deltasync.vllm import server
 from deltasync.vllm.core import CacheSalts
 from deltasync.vllm.labels import Labels
-from deltasync.vllm.replica import Replica
+from deltasync.vllm.routes import Replica
 from deltasync.vllm.server import ServerEngine
 from deltasync.vllm.settings import PauseMode, SyncMode
 

@@ -14,7 +14,7 @@ from deltasync.errors import EngineError, MismatchError
 from deltasync.replica.follower import Follower
 from deltasync.replica.mirror import fill_mirror
 from deltasync.replica.target import Damage, Staged
-from deltasync.vllm.replica import Replica as ServedReplica
+from deltasync.vllm.routes import Replica as ServedReplica
 from deltasync.vllm.target import VllmTarget
 from deltasync.vllm.worker import LOADED
 

@@ -32,7 +32,7 @@ def described(workers: Workers, state: Tensors) -> EngineMap:
 def become(workers: Workers, known: EngineMap, old: Tensors, new: Tensors, folder: Path) -> bool:
     """Write what changed through the map; whether something had to be computed."""
     changes = changes_between(weights_of(old), weights_of(new))
-    paths = [folder / f"stage-{rank}" for rank in range(known.ranks)]
+    paths = [folder / f"stage-{rank}" for rank in range(len(known.ranks))]
     for rank, path in enumerate(paths):
         write_stage(path, known.segments(rank, changes))
     workers.call("prepare", [str(path) for path in paths])

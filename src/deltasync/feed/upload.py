@@ -81,11 +81,6 @@ class Upload:
     def log(self) -> Log:
         return Log(self.store)
 
-    @property
-    def retries(self) -> int:
-        """How often a request to the store was repeated."""
-        return self.patient.retries
-
     def beside(self) -> "Upload":
         """The same writer for another thread, which counts its own retries."""
         other = copy(self)

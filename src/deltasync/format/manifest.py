@@ -130,8 +130,9 @@ class Manifest:
                     f"{name} of the manifest must be a whole number from 0 to {limits.COUNT_MAX}, not {value!r:.80}",
                     rule="manifest.field",
                 )
-        if not all(isinstance(text, str) for text in (self.writer, *self.extra.values())) or not self.writer:
-            raise CorruptError("writer and extra of the manifest must be texts", rule="manifest.field")
+        is_named = self.writer and (self.base is None or self.base.checkpoint)
+        if not is_named or not all(isinstance(text, str) for text in self.extra.values()):
+            raise CorruptError("writer, base and extra of the manifest must be texts", rule="manifest.field")
         data = sealed(self.to_json())
         if len(data) > limits.MANIFEST_BYTES_MAX:
             raise CorruptError(

@@ -51,40 +51,44 @@ class Delivery:
         """What the mirror took since the last hand-off."""
         self._held = ExitStack()
         self._is_open = False
+        self.is_closed = False
         self._ahead = Pool(1, "deltasync-ahead")
         self._reading: Future[None] | None = None
 
     def open(self) -> None:
-        """Once, open the target, lock the file of the mirror, and look for what an earlier process left in it."""
-        if self._is_open:
-            return
-        self._target.open()
-        with ExitStack() as held:
-            if isinstance(self._mirror, MappedState):
-                self._mirror.require_ours()
-                held.enter_context(locked(self._mirror.path))
-                self._mirror.open(self._log, self._applied)
-                self._count()
-            self._held = held.pop_all()
-        self._is_open = True
-        self._collect()
+        """Take the mirror back, and look at what the target has. InvalidInputError after `close`.
+
+        Once before that, open the target, lock the file of the mirror, and look for what an earlier process left in it.
+        """
+        if self.is_closed:
+            raise InvalidInputError("this follower is closed", hint="create a new one")
+        # An observer may call back while the mirror is read ahead.
+        self.take_back()
+        if not self._is_open:
+            self._target.open()
+            with ExitStack() as held:
+                if isinstance(self._mirror, MappedState):
+                    self._mirror.require_ours()
+                    held.enter_context(locked(self._mirror.path))
+                    self._mirror.open(self._log, self._applied)
+                    self._count()
+                self._held = held.pop_all()
+            self._is_open = True
+            self._collect()
+        self._target.look()
 
     def close(self) -> None:
         """Release the file of the mirror, and the target."""
+        self.is_closed = True
         self.take_back()
         self._held.close()
         self._target.close()
-        self._is_open = False
 
     def take_back(self) -> None:
         """Wait until the mirror is no longer read ahead. The next step meets any error of that again."""
         if self._reading is not None:
             wait([self._reading])
             self._reading = None
-
-    def is_at(self, goal: Manifest) -> bool:
-        """Whether the target is known to have the bits of this version. The mirror may be ahead of it."""
-        return self._live.proved == (goal.version, goal.digest) and self._target.version == goal.version
 
     def prove(self) -> None:
         """If the target claims the mirror's version without proof, compare them. A wrong claim means all weights."""

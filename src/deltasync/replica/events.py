@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,6 @@ class Seconds:
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(*map(add, astuple(self), astuple(other)))
-
-    def facts(self) -> dict[str, str]:
-        """As fields of a heartbeat."""
-        return {f"{name}_s": f"{value:.4f}" for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)

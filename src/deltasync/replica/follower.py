@@ -87,7 +87,6 @@ class Follower(ProcessBound):
         self._resources.callback(self._delivery.close)
         self._schedule = None if scrub_s is None else ScrubSchedule(scrub_s)
         self._thread: threading.Thread | None = None
-        self._is_closed = False
         self._confirmed: tuple[int, float] | None = None
         """The version that a poll found to be the one to serve, and when that poll began."""
 
@@ -189,7 +188,7 @@ class Follower(ProcessBound):
         """Compare all live weights with the mirror, and overwrite those that differ."""
         self._require_here()
         with self._lock:
-            self._open()
+            self._delivery.open()
             return self._delivery.scrub(repair=repair)
 
     def status(self) -> Status:
@@ -239,9 +238,8 @@ class Follower(ProcessBound):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         with self._lock:
-            if self._is_closed:
+            if self._delivery.is_closed:
                 return
-            self._is_closed = True
             if self._live.heartbeats is not None:
                 self._live.heartbeats.leave()
             self._resources.close()
@@ -264,10 +262,10 @@ class Follower(ProcessBound):
         is_refused = False
         try:
             with self._lock:
-                if self._is_closed:
+                if self._delivery.is_closed:
                     return False
                 if self._live.is_paused:
-                    self._open()
+                    self._delivery.open()
                 elif self._serve(reads_ahead=True) is not None:
                     return True
                 if self._schedule is not None:
@@ -284,19 +282,10 @@ class Follower(ProcessBound):
             if not is_refused:
                 self._live.beat()
 
-    def _open(self) -> None:
-        """Take the mirror back, open it and the target at the first use, and look at what the target has."""
-        # An observer may call back while the mirror is read ahead.
-        self._delivery.take_back()
-        if self._is_closed:
-            raise InvalidInputError("this follower is closed", hint="create a new one")
-        self._delivery.open()
-        self._target.look()
-
     def _serve(self, to: int | None = None, *, reads_ahead: bool = False) -> Advance | None:
         """Bring the target to a version, by default to the one to serve now; None if it is known to be there."""
         try:
-            self._open()
+            self._delivery.open()
             self._delivery.prove()
             polled_at_s = time.monotonic()
             if to is None:
@@ -305,7 +294,8 @@ class Follower(ProcessBound):
                 goal, head = self._live.read(to), self._live.head
                 if head.manifest is None or head.manifest.version < goal.version:
                     head.manifest = goal
-            is_there = self._delivery.is_at(goal)
+            # The mirror may be ahead of the target.
+            is_there = self._live.proved == (goal.version, goal.digest) and self._target.version == goal.version
             # Before a long fetch: a replica that may not write its heartbeat says so at its start.
             self._live.beat()
             advanced = None if is_there else self._delivery.to(goal, reads_ahead=reads_ahead)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Literal
 
 from deltasync.errors import CorruptError, DeltasyncError, FormatError, NotFoundError
@@ -136,7 +137,7 @@ class Live:
         if unseen := self._target.unseen_elements:
             facts["unseen_elements"] = str(unseen)
         if last is not None:
-            facts |= last[0].seconds.facts()
+            facts |= {f"{phase}_s": f"{seconds:.4f}" for phase, seconds in asdict(last[0].seconds).items()}
             facts |= {"moved_version": str(last[0].version), "moved_unix_ms": str(last[1])}
         return facts
 

@@ -3,7 +3,7 @@
 import copy
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from deltasync.torch.tensors import (
 )
 from deltasync.trainer.capture import Source, StreamSource
 from deltasync.trainer.events import Publication
-from deltasync.trainer.group import Group
 from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 
 
@@ -64,10 +63,6 @@ class TorchPublisher(ProcessBound):
         if self._is_here():
             self._resources.close()
 
-    def _connect(self, group: Group | None = None) -> FeedPublisher:
-        self._feed = self._resources.enter_context(closing(FeedPublisher(self._store, self._options, group)))
-        return self._feed
-
     def _files(self, weights: object) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """The files beside the weights: those that were asked for, and those that come with a model."""
         given = {**saved_files(self._options.processing_class), **self._options.files}
@@ -92,7 +87,8 @@ class Publisher(TorchPublisher):
         options: PublisherOptions = PublisherOptions(),
     ) -> None:
         super().__init__(feed, dtype=dtype, options=options)
-        self._publisher = self._connect()
+        self._feed = self._publisher = FeedPublisher(self._store, self._options)
+        self._resources.callback(self._publisher.close)
         self._layout: Layout | None = None
         """That of the last weights: most often the next ones have it, too."""
 

@@ -21,7 +21,7 @@ from deltasync.torch.tensors import TorchState, layout_of, named_tensors, unwrap
 from deltasync.trainer.capture import Source, WeightsSource, require_same
 from deltasync.trainer.events import Publication
 from deltasync.trainer.group import Group, Message, lost_contact
-from deltasync.trainer.publisher import PublisherOptions
+from deltasync.trainer.publisher import FeedPublisher, PublisherOptions
 from deltasync.trainer.shards import Box, Shards, ShardWeights, chunk, joined
 
 
@@ -78,7 +78,8 @@ class ShardedPublisher(TorchPublisher):
             raise InvalidInputError("this publisher is closed", hint="open a new one")
         if self._feed is None or self._group is None:
             self._group = TorchRanks.open(timeout_s=self._timeout_s)
-            self._feed = self._connect(self._group)
+            self._feed = FeedPublisher(self._store, self._options, self._group)
+            self._resources.callback(self._feed.close)
         feed, group = self._feed, self._group
         if feed.needs_files and group.rank == 0:
             with group.report_errors():

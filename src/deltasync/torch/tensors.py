@@ -202,7 +202,7 @@ class TorchWeights:
                 return None
             arrays.append(host_bits(tensor, DTYPES["F32"]))
         local = np.column_stack((np.arange(len(rows)), runs[:, 1], runs[:, 2]))
-        return Masters(Region(DTYPES["F32"], tuple(arrays), local, region_keys(self.layout, runs)), nan)
+        return Region(DTYPES["F32"], tuple(arrays), local, region_keys(self.layout, runs)), nan
 
 
 class _Room:

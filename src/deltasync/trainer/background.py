@@ -97,13 +97,16 @@ class SkipWriter:
     def _advance(self) -> None:
         with self._lock:
             self._is_due = False
-        for skip in self._compactor.advance():
-            logger.info("a skip leads from version %s to %d", skip.parent, skip.version)
+        try:
+            for skip in self._compactor.advance():
+                logger.info("a skip leads from version %s to %d", skip.parent, skip.version)
+        except (DeltasyncError, MemoryError) as error:
+            # The feed is complete without it.
+            if not self._stop.is_set():
+                logger.warning("no skip was written, the next versions get one: %s", error)
 
     def _report(self, done: "Future[None]") -> None:
-        """Report an error: nothing else reads the result, and the feed is complete without the skip."""
+        """Report an error that was not expected: nothing else reads the result."""
         error = done.exception()
-        is_expected = isinstance(error, DeltasyncError | MemoryError)
-        if error is not None and not (is_expected and self._stop.is_set()):
-            trace = None if is_expected else error
-            logger.warning("no skip was written, the next versions get one: %s", error, exc_info=trace)
+        if error is not None:
+            logger.warning("no skip was written, the next versions get one: %s", error, exc_info=error)

@@ -9,7 +9,6 @@ replaces an earlier one. A rebase turns a capture against one version into a cap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -122,41 +121,32 @@ def _values(blocks: list[_Placed], layout: Layout, runs: Runs) -> Bits:
 
 
 def _rebased(pending: _Found, sent: _Found, before: Bits) -> _Found:
-    (indices, values), (sent_indices, sent_values) = pending, sent
-    here = [*range(0, max(len(indices), 1), _WINDOW), len(indices)]
-    there = [0, *np.searchsorted(sent_indices, indices[here[1:-1]]).tolist(), len(sent_indices)]
-    windows = zip(pairwise(here), pairwise(there), strict=True)
-    return _joined(
-        [
-            _rebased_window(
-                (indices[lo:hi], values[lo:hi]), (sent_indices[first:last], sent_values[first:last]), before[first:last]
-            )
-            for (lo, hi), (first, last) in windows
-        ]
-    )
+    all_indices, all_values = pending
+    here = [*range(0, max(len(all_indices), 1), _WINDOW), len(all_indices)]
+    there = [0, *np.searchsorted(sent[0], all_indices[here[1:-1]]).tolist(), len(sent[0])]
+    parts: list[_Found] = []
+    for (lo, hi), (first, last) in zip(pairwise(here), pairwise(there), strict=True):
+        indices, values = all_indices[lo:hi], all_values[lo:hi]
+        sent_indices, sent_values = sent[0][first:last], sent[1][first:last]
+        at = np.searchsorted(sent_indices, indices)
+        inside = at < len(sent_indices)
+        again = np.zeros(len(indices), bool)
+        again[inside] = sent_indices[at[inside]] == indices[inside]
+        # Sent before and unchanged since: nothing to do. Sent before and not in this capture: back to the old bits.
+        same = np.zeros(len(indices), bool)
+        same[again] = sent_values[at[again]] == values[again]
+        back = np.ones(len(sent_indices), bool)
+        back[at[again]] = False
+        merged = np.concatenate((indices[~same], sent_indices[back]))
+        order = np.argsort(merged, kind="stable")
+        parts.append((merged[order], np.concatenate((values[~same], before[first:last][back]))[order]))
+    return _joined(parts)
 
 
 def _joined(parts: list[_Found]) -> _Found:
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([indices for indices, _ in parts]), np.concatenate([values for _, values in parts])
-
-
-def _rebased_window(pending: _Found, sent: _Found, before: Bits) -> _Found:
-    sent_indices, sent_values = sent
-    indices, values = pending
-    at = np.searchsorted(sent_indices, indices)
-    inside = at < len(sent_indices)
-    again = np.zeros(len(indices), bool)
-    again[inside] = sent_indices[at[inside]] == indices[inside]
-    # Sent before and unchanged since: nothing to do. Sent before and not in this capture: back to the old bits.
-    same = np.zeros(len(indices), bool)
-    same[again] = sent_values[at[again]] == values[again]
-    back = np.ones(len(sent_indices), bool)
-    back[at[again]] = False
-    merged = np.concatenate((indices[~same], sent_indices[back]))
-    order = np.argsort(merged, kind="stable")
-    return merged[order], np.concatenate((values[~same], before[back]))[order]
 
 
 def lock_shadow(path: Path | None) -> ExitStack:
@@ -191,12 +181,8 @@ CACHED_ELEMENTS = 1 << 19
 _NO_KEYS = np.zeros((1, 3), np.uint64)
 
 
-@dataclass(frozen=True, slots=True)
-class Masters:
-    """Float32 elements that are published as bfloat16, rounded; a NaN becomes `nan`."""
-
-    region: Region
-    nan: int
+Masters = tuple[Region, int]
+"""Float32 elements that are published as bfloat16, rounded, and what a NaN becomes."""
 
 
 @runtime_checkable
@@ -271,8 +257,8 @@ def _compare(shadow: Weights, new: Readable, runs: Runs) -> list[Changes]:
     if not (isinstance(new, Converted) and new.is_converted):
         found = detect_by(kernels().detect, shadow.region(runs), new.region(runs), runs)
     elif (masters := new.masters(runs)) is not None:
-        rounded = partial(kernels().detect_rounded, nan=masters.nan)
-        found = detect_by(rounded, shadow.region(runs), masters.region, runs)
+        region, nan = masters
+        found = detect_by(partial(kernels().detect_rounded, nan=nan), shadow.region(runs), region, runs)
     else:
         found = _detect_converted(shadow, new, runs)
     return [changes.packed() for changes in found]

@@ -3,14 +3,15 @@
 import logging
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from deltasync.errors import InvalidInputError, StoreError
 from deltasync.format.manifest import Kind, Manifest, Timeline
-from deltasync.observe import Collector, Family, families, phases_of, registered, require_client, shown, total
+from deltasync.observe import Collector, Family, Value, families, phases_of, registered, require_client, shown
 from deltasync.parallel import Progress
 from deltasync.upkeep.stats import MaintenanceStats, Role, upkeep_metrics
 
@@ -181,31 +182,16 @@ class CommittedVersion:
         )
 
 
-def _no_seconds() -> dict[str, float]:
-    return dict.fromkeys(("held", "encode", "put", "commit"), 0.0)
-
-
-@dataclass(slots=True)
-class _Totals:
-    """What all events of a publisher add up to."""
-
-    versions: Counter[str] = field(
-        default_factory=Counter,
-        metadata=total("versions", "Versions and anchors that were committed, by kind.", label="kind"),
-    )
-    payload_bytes: Counter[str] = field(
-        default_factory=Counter, metadata=total("payload_bytes", "Bytes of their payloads, by kind.", label="kind")
-    )
-    seconds: dict[str, float] = field(
-        default_factory=_no_seconds,
-        metadata=total("phase_seconds", "Time of all versions; training waits for the phase held.", label="phase"),
-    )
-    changed: int = field(default=0, metadata=total("changed_elements", "Elements that changed, in all versions."))
-    coalesced: int = field(default=0, metadata=total("coalesced", "Publications that became part of a later version."))
-    retries: int = field(default=0, metadata=total("retries", "Requests to the store that were made again."))
-    failures: int = field(
-        default=0, metadata=total("failures", "Publications that failed; the next one carries their changes.")
-    )
+_TOTALS: dict[str, tuple[str, str | None]] = {
+    "versions": ("Versions and anchors that were committed, by kind.", "kind"),
+    "payload_bytes": ("Bytes of their payloads, by kind.", "kind"),
+    "phase_seconds": ("Time of all versions; training waits for the phase held.", "phase"),
+    "changed_elements": ("Elements that changed, in all versions.", None),
+    "coalesced": ("Publications that became part of a later version.", None),
+    "retries": ("Requests to the store that were made again.", None),
+    "failures": ("Publications that failed; the next one carries their changes.", None),
+}
+"""What all events of a publisher add up to: help and label."""
 
 
 class PublisherMetrics:
@@ -228,7 +214,9 @@ class PublisherMetrics:
         self._lock = threading.Lock()
         self._newest: PublishEvent | None = None
         self._committed_unix_s: float | None = None
-        self._totals = _Totals()
+        self._totals: dict[str, dict[str, float]] = {name: defaultdict(float) for name in _TOTALS}
+        """By name, then by the value of the label, which is empty for what has none."""
+        self._totals["phase_seconds"].update(held=0.0, encode=0.0, put=0.0, commit=0.0)
         self._upkeeps: dict[Role, MaintenanceStats] = {}
         try:
             self._unregister = registered(self, registry)
@@ -240,14 +228,13 @@ class PublisherMetrics:
     def __call__(self, event: PublishEvent) -> None:
         """Count a committed version or anchor."""
         with self._lock:
-            totals = self._totals
-            totals.versions[event.kind] += 1
-            totals.payload_bytes[event.kind] += event.payload_bytes
-            totals.changed += event.changed or 0
-            totals.coalesced += event.coalesced
-            totals.retries += event.retries
+            self._totals["versions"][event.kind] += 1
+            self._totals["payload_bytes"][event.kind] += event.payload_bytes
+            self._totals["changed_elements"][""] += event.changed or 0
+            self._totals["coalesced"][""] += event.coalesced
+            self._totals["retries"][""] += event.retries
             for phase, value_s in _seconds_of(event).items():
-                totals.seconds[phase] += value_s
+                self._totals["phase_seconds"][phase] += value_s
             # An anchor may be added to a version that is no longer the newest.
             if self._newest is None or event.version >= self._newest.version:
                 self._newest, self._committed_unix_s = event, time.time()
@@ -257,7 +244,7 @@ class PublisherMetrics:
     def failed(self, error: BaseException) -> None:
         """Count a publication that failed."""
         with self._lock:
-            self._totals.failures += 1
+            self._totals["failures"][""] += 1
 
     def maintains(self, role: Role, upkeep: MaintenanceStats) -> None:
         """Add the metrics of the publisher's retention, or of the skips that it writes."""
@@ -284,17 +271,26 @@ def _seconds_of(event: PublishEvent) -> dict[str, float]:
     return {"held": event.held_s, **phases_of(event)}
 
 
-def _last_seconds(metrics: PublisherMetrics) -> dict[str, float]:
-    return {} if metrics._newest is None else _seconds_of(metrics._newest)
+def _total(name: str, metrics: PublisherMetrics) -> Value:
+    found = metrics._totals[name]
+    return found[""] if _TOTALS[name][1] is None else found
 
 
 _FAMILIES = (
     *families(PublishEvent, "publisher_", within="_newest"),
-    *families(_Totals, "publisher_", within="_totals"),
+    *(
+        Family(f"publisher_{name}", help, partial(_total, name), is_total=True, label=label)
+        for name, (help, label) in _TOTALS.items()
+    ),
     Family(
         "publisher_last_commit_timestamp_seconds",
         "When the last version was committed.",
         lambda metrics: metrics._committed_unix_s,
     ),
-    Family("publisher_last_version_seconds", "Time of the last version, by phase.", _last_seconds, label="phase"),
+    Family(
+        "publisher_last_version_seconds",
+        "Time of the last version, by phase.",
+        lambda metrics: {} if metrics._newest is None else _seconds_of(metrics._newest),
+        label="phase",
+    ),
 )

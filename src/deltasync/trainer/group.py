@@ -148,7 +148,15 @@ class Group:
                 lost = error
                 messages.append(Message(mine.about, None, Failure.of(error, 0)))
         try:
-            _require_agreement(messages)
+            for message in messages:
+                if message.failure is not None:
+                    raise message.failure.error()
+            for rank, message in enumerate(messages):
+                if message.about != mine.about:
+                    raise InvalidInputError(
+                        f"rank 0 publishes {mine.about}, rank {rank} publishes {message.about}",
+                        hint="call publish on all ranks, in the same order and with the same step",
+                    )
             decision = Decision([message.value for message in messages])
             yield decision
         except BaseException as error:
@@ -176,19 +184,6 @@ class Group:
         """Raise the error of a rank that is lost."""
         if self._lost is not None:
             raise self._lost
-
-
-def _require_agreement(messages: Sequence[Message]) -> None:
-    """Raise the first failure; InvalidInputError if the messages are about different things."""
-    for message in messages:
-        if message.failure is not None:
-            raise message.failure.error()
-    for rank, message in enumerate(messages):
-        if message.about != messages[0].about:
-            raise InvalidInputError(
-                f"rank 0 publishes {messages[0].about}, rank {rank} publishes {message.about}",
-                hint="call publish on all ranks, in the same order and with the same step",
-            )
 
 
 def lost_contact(who: str, error: BaseException) -> RankError:

@@ -189,21 +189,12 @@ class Pipeline:
             if committed is not None:
                 self._advance(changes, committed, job)
                 self._events.append(committed.event())
-        head = self.head
-        if head is None:
-            # Also after a failed first attempt: later captures are changes of the weights of the first version.
-            committed = self._write_first()
-            head = committed.manifest
-            if job.capture is None:
-                return head, committed.event(held_s=job.held_s, coalesced=len(job.publications) - 1)
-            self._events.append(committed.event())
-        return self._write_delta(job, head)
-
-    def _write_first(self) -> CommittedVersion:
-        weights = self.shadow.require_weights()
+        if self.head is not None:
+            return self._write_delta(job, self.head)
+        # Also after a failed first attempt: later captures are changes of the weights of the first version.
         if self._first is None:
             raise InvalidInputError("the feed is empty and no first version was given")
-        metadata = replace(self._first, files=self.files)
+        weights, metadata = self.shadow.require_weights(), replace(self._first, files=self.files)
         try:
             if self._base is None:
                 committed = self.versions.anchor(weights, None, metadata, progress=logged_progress(0))
@@ -213,7 +204,10 @@ class Pipeline:
             self._uncertain = [], StateDigest.ZERO
             raise
         self._advance([], committed)
-        return committed
+        if job.capture is None:
+            return committed.manifest, committed.event(held_s=job.held_s, coalesced=len(job.publications) - 1)
+        self._events.append(committed.event())
+        return self._write_delta(job, committed.manifest)
 
     def _write_delta(self, job: _Job, head: Manifest) -> tuple[Manifest, PublishEvent]:
         changes = [] if job.capture is None else job.capture
@@ -237,7 +231,12 @@ class Pipeline:
             shadow.apply(changes, committed.manifest, before=before)
             self.head = committed.manifest
             if committed.is_anchor_due:
-                self._begin_anchor(committed.manifest)
+                past = shadow.past()
+                shadow.pasts.append(past)
+                self.versions.schedule.begin()
+                progress = logged_progress(self.head.version)
+                written = self._anchor_pool.submit(self._anchors.add_anchor, self.head, past, progress=progress)
+                self._anchor_pool.submit(self._finish_anchor, past, written)
             waiting, captures = [], []
             for one in (job, self._pending):
                 if one is not None and one.capture is not None:
@@ -249,15 +248,6 @@ class Pipeline:
                     one.capture = capture
         if self._skips is not None:
             self._skips.note(committed.manifest)
-
-    def _begin_anchor(self, manifest: Manifest) -> None:
-        """Write an anchor of the version at which the shadow is. Called with its lock held."""
-        past = self.shadow.past()
-        self.shadow.pasts.append(past)
-        self.versions.schedule.begin()
-        progress = logged_progress(manifest.version)
-        done = self._anchor_pool.submit(self._anchors.add_anchor, manifest, past, progress=progress)
-        self._anchor_pool.submit(self._finish_anchor, past, done)
 
     def _finish_anchor(self, past: Past, done: "Future[CommittedVersion]") -> None:
         error = done.exception()

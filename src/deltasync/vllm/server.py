@@ -22,8 +22,7 @@ from deltasync.vllm.core import CALL, CacheSalts, own_client
 from deltasync.vllm.labels import Labels, label_middleware, note_versions
 from deltasync.vllm.plugin import log_where_vllm_does
 from deltasync.vllm.releases import check_pauses, warn_if_not_in_zoo, warn_if_untested
-from deltasync.vllm.replica import Replica
-from deltasync.vllm.routes import add_routes, token_middleware, version_middleware
+from deltasync.vllm.routes import Replica, add_routes, token_middleware, version_middleware
 from deltasync.vllm.settings import PauseMode, Settings
 from deltasync.vllm.target import AdapterTarget, Load, VllmTarget
 

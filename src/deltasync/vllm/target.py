@@ -64,16 +64,20 @@ class EngineMap:
 
     def __init__(self, layout: Layout, ranks: Sequence[Rank], *, is_whole: bool = True) -> None:
         self.layout = layout
-        self._ranks = tuple(ranks)
+        self.ranks = tuple(ranks)
         self._is_whole = is_whole
         self._computed = frozenset[str]().union(*(rank.computed for rank in ranks))
+        self.has_computed = bool(self._computed)
+        """Whether there is memory that depends on weights in another way than by copies."""
+        self.elements = sum(rank.elements for rank in ranks)
+        """How many elements of memory depend on the tensors, in all workers together."""
 
     def require_served(self) -> None:
         """MismatchError if the workers hold a part of a tensor only, or other types; it names the tensor."""
         ignored = []
         for spec in self.layout.tensors:
-            placements = [rank.placements.get(spec.name, ()) for rank in self._ranks]
-            stored = {rank.types[p.storage] for rank in self._ranks for p in rank.placements.get(spec.name, ())}
+            placements = [rank.placements.get(spec.name, ()) for rank in self.ranks]
+            stored = {rank.types[p.storage] for rank in self.ranks for p in rank.placements.get(spec.name, ())}
             for other in stored:
                 if torch_dtype(spec.dtype).is_floating_point != other.is_floating_point:
                     raise _other_model(f"the model has {other} in place of {spec}")
@@ -85,20 +89,6 @@ class EngineMap:
             raise _other_model(f"the model takes none of the tensors, such as {ignored[0]!r:.200}")
         if ignored and self._is_whole:
             logger.warning("the model has no use for %d tensors of the feed, such as %r", len(ignored), ignored[0])
-
-    @property
-    def ranks(self) -> int:
-        return len(self._ranks)
-
-    @property
-    def elements(self) -> int:
-        """How many elements of memory depend on the tensors, in all workers together."""
-        return sum(rank.elements for rank in self._ranks)
-
-    @property
-    def has_computed(self) -> bool:
-        """Whether there is memory that depends on weights in another way than by copies."""
-        return bool(self._computed)
 
     def touches_computed(self, changes: Iterable[Changes]) -> bool:
         """Whether such memory depends on the changed tensors. A block also covers tensors without changes."""
@@ -117,9 +107,9 @@ class EngineMap:
             for ordinal, indices, values in tensor_parts(self.layout, block):
                 spec = self.layout.tensors[ordinal]
                 wide = indices.astype(np.int64)
-                for placement in self._ranks[rank].placements.get(spec.name, ()):
+                for placement in self.ranks[rank].placements.get(spec.name, ()):
                     which, places = placement.locate(wide)
-                    bits = _as_stored(spec, values[which], self._ranks[rank].types[placement.storage])
+                    bits = _as_stored(spec, values[which], self.ranks[rank].types[placement.storage])
                     writes.setdefault(placement.storage, []).append((places, bits))
         for storage, pairs in writes.items():
             yield from segments(storage, pairs)
@@ -246,7 +236,7 @@ class VllmTarget(Target):
 
     def _stages(self, known: EngineMap) -> list[Path]:
         """The files through which the workers get changes, by rank."""
-        return [self._folder / f"stage-{rank}.safetensors" for rank in range(known.ranks)]
+        return [self._folder / f"stage-{rank}.safetensors" for rank in range(len(known.ranks))]
 
     def scrub(self, weights: Weights, tensors: Sequence[int], *, repair: bool) -> list[Damage]:
         """Compare live memory with the mirror, and what was computed from it with a twin.

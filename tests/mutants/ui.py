@@ -89,7 +89,7 @@ MUTANTS = (
         path="src/deltasync/codecs/exp.py",
         old="4 + (symbols - rans.EXACT) // 2",
         new="5 + (symbols - rans.EXACT) // 2",
-        killers=("tests/unit/test_codecs_steps.py::test_tables_say_how_large_the_steps_are",),
+        killers=("tests/unit/test_codecs_exp.py::test_tables_say_how_large_the_steps_are",),
     ),
     Mutant(
         name="failed-publications-are-not-counted",

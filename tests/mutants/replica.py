@@ -162,7 +162,7 @@ MUTANTS = (
         path="src/deltasync/replica/mirror.py",
         old="        own.mkdir(mode=0o700)\n",
         new="        own.mkdir(mode=0o755)\n",
-        killers=("tests/unit/test_replica_memory.py::test_each_has_its_own",),
+        killers=("tests/unit/test_replica_mirror.py::test_each_has_its_own",),
     ),
     Mutant(
         name="folder-of-a-neighbour-entered",
@@ -170,7 +170,7 @@ MUTANTS = (
         path="src/deltasync/replica/mirror.py",
         old="stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and status.st_mode & 0o077 == 0",
         new="stat.S_ISDIR(status.st_mode)",
-        killers=("tests/unit/test_replica_memory.py::test_a_hostile_neighbour",),
+        killers=("tests/unit/test_replica_mirror.py::test_a_hostile_neighbour",),
     ),
     Mutant(
         name="module-scrub-compares-floats",

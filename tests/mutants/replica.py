@@ -195,6 +195,6 @@ MUTANTS = (
         path="src/deltasync/listener.py",
         old="        if not has_token and not ipaddress.ip_address(address).is_loopback:\n",
         new="        if not has_token and ipaddress.ip_address(address).is_multicast:\n",
-        killers=("tests/unit/test_replica_metrics.py::test_an_address_that_others_can_reach_needs_a_token",),
+        killers=("tests/unit/test_observe.py::test_an_address_that_others_can_reach_needs_a_token",),
     ),
 )

@@ -217,6 +217,6 @@ MUTANTS = (
         path="src/deltasync/vllm/settings.py",
         old="    token: str | None = field(default=None, repr=False)\n",
         new="    token: str | None = None\n",
-        killers=("tests/unit/test_cli_replicas.py::test_the_token_is_in_no_repr",),
+        killers=("tests/unit/test_cli_serve.py::test_the_token_is_in_no_repr",),
     ),
 )

@@ -26,7 +26,7 @@ MUTANTS = (
         path="src/deltasync/blocks.py",
         old="    if digest_delta != block.digest:\n",
         new="    if digest_delta is None:\n",
-        killers=("tests/property/test_roundtrip.py::test_blocks_that_do_not_add_up_are_refused",),
+        killers=("tests/unit/test_blocks.py::test_blocks_that_do_not_add_up_are_refused",),
     ),
     Mutant(
         name="state-digest-unchecked",
@@ -34,7 +34,7 @@ MUTANTS = (
         path="src/deltasync/feed/route.py",
         old="    if digest != edge.manifest.digest:\n",
         new="    if digest is None:\n",
-        killers=("tests/behaviour/test_feed_bases.py::test_another_base",),
+        killers=("tests/unit/test_feed_route.py::test_another_base",),
     ),
     Mutant(
         name="payload-sha256-unchecked",
@@ -362,7 +362,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/survey.py",
         old="    settled_unix_s = max(newest.modified_unix_s, young_unix_s)\n",
         new="    settled_unix_s = 0.0\n",
-        killers=("tests/unit/test_upkeep_prune.py::test_what_an_interrupted_prune_has_left_is_no_orphan",),
+        killers=("tests/unit/test_upkeep_survey.py::test_what_an_interrupted_prune_has_left_is_no_orphan",),
     ),
     Mutant(
         name="prune-leaves-out-a-base",
@@ -370,7 +370,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/survey.py",
         old="manifest.parent is not None and manifest.parent <= version and",
         new="manifest.parent == -1 and",
-        killers=("tests/unit/test_upkeep_prune.py::test_a_base_that_stored_changes_lead_from_is_read",),
+        killers=("tests/unit/test_upkeep_survey.py::test_a_base_that_stored_changes_lead_from_is_read",),
     ),
     Mutant(
         name="prune-forgets-pins",

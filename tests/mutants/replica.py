@@ -60,7 +60,7 @@ MUTANTS = (
         path="src/deltasync/state.py",
         old="        if self.weights is None or self.at is None or blocks.digest(self.weights) == self.at.digest:\n",
         new="        if self.weights is None or self.version is not None:\n",
-        killers=("tests/unit/test_replica_loop.py::test_scrub_proves_the_mirror",),
+        killers=("tests/unit/test_replica_delivery.py::test_scrub_proves_the_mirror",),
     ),
     Mutant(
         name="mirror-over-a-file-of-the-user",
@@ -84,7 +84,7 @@ MUTANTS = (
         path="src/deltasync/replica/live.py",
         old="        if not self._target.unseen_elements:\n            self.read_back = version, int(time.time())\n",
         new="        self.read_back = version, int(time.time())\n",
-        killers=("tests/unit/test_replica_loop.py::test_a_scrub_that_does_not_see_all_memory_proves_nothing",),
+        killers=("tests/unit/test_replica_delivery.py::test_a_scrub_that_does_not_see_all_memory_proves_nothing",),
     ),
     Mutant(
         name="staleness-without-a-poll",

@@ -81,7 +81,7 @@ MUTANTS = (
         path="src/deltasync/ui/index.py",
         old='            "exact": not is_shared[i],\n',
         new='            "exact": True,\n',
-        killers=("tests/unit/test_ui_overview.py::test_changes_of_a_shared_block_are_marked_as_shared_out",),
+        killers=("tests/unit/test_ui_index.py::test_changes_of_a_shared_block_are_marked_as_shared_out",),
     ),
     Mutant(
         name="steps-of-another-size",
@@ -97,6 +97,6 @@ MUTANTS = (
         path="src/deltasync/trainer/pipeline.py",
         old='            tell(self._observer, error, method="failed")\n',
         new="            pass\n",
-        killers=("tests/behaviour/test_metric_names.py::test_failed_publications_are_counted",),
+        killers=("tests/unit/test_trainer_events.py::test_failed_publications_are_counted",),
     ),
 )

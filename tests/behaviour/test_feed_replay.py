@@ -12,7 +12,6 @@ from deltasync.errors import CorruptError, DeltasyncError, NotFoundError
 from deltasync.feed.fetch import fetch
 from deltasync.format import keys
 from deltasync.format.sealed import FloorRecord
-from deltasync.format.weights import Weights, zeros
 from deltasync.state import load
 from deltasync.upkeep.prune import Retention, plan_prune, prune
 
@@ -195,33 +194,3 @@ def refused_read(feed: Feed, version: int) -> DeltasyncError:
     with pytest.raises(DeltasyncError) as caught:
         feed.log.read(version)
     return caught.value
-
-
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {},
-        {"a": np.empty((0, 3), np.float16), "b": np.empty(0, np.uint8)},
-        {"a": np.array(3, np.int64)},
-        {
-            "a": np.zeros(3, np.uint8),
-            "b": np.zeros(5, np.float64),
-            "c": np.empty(0, np.float32),
-            "d": np.zeros(7, bool),
-        },
-        state(),
-    ],
-    ids=["no tensors", "no elements", "a scalar", "of odd sizes", "of many types"],
-)
-def test_memory_for_weights(tensors: dict[str, np.ndarray]) -> None:
-    """Zeros of the right types that can be written, each of its own and aligned."""
-    layout = Weights.of(tensors).layout
-    weights = zeros(layout)
-    assert [(a.size, a.dtype) for a in weights.arrays] == [(t.elements, t.dtype.bits_dtype) for t in layout.tensors]
-    for number, array in enumerate(weights.arrays):
-        assert not array.any(), "nothing else has written here"
-        assert array.flags.c_contiguous
-        assert array.flags.aligned
-        array.fill(number + 1)
-    for number, array in enumerate(weights.arrays):
-        assert (array == number + 1).all()

@@ -1,25 +1,20 @@
 """Retention that runs repeatedly: what it keeps, what it reads, and that a feed stays bounded."""
 
-import logging
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import LONG_S
-from support.feeds import Feed, SpyStore, paper, publish, publisher, require_steps
+from support.feeds import Feed, SpyStore, paper
 from support.replicas import TorchTarget, follower
 
-from deltasync.errors import InvalidInputError, StoreError
+from deltasync.errors import InvalidInputError
 from deltasync.feed.log import Log
 from deltasync.feed.pins import pin
 from deltasync.format import keys
 from deltasync.format.sealed import FeedRecord, Heartbeat
 from deltasync.store.memory import MemoryStore
-from deltasync.store.protocol import Data
 from deltasync.trainer.publisher import PublisherOptions
-from deltasync.trainer.schedule import AnchorPolicy
 from deltasync.upkeep.prune import ORPHAN_S, Pruner, Retention, plan_prune, prune
 from deltasync.upkeep.verify import verify
 
@@ -197,68 +192,3 @@ def test_a_replica_back_from_the_dead_takes_an_anchor(tmp_path: Path) -> None:
 
 
 # --- beside a publisher -----------------------------------------------------------------------------------------------
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_a_publisher_prunes_its_feed() -> None:
-    store = MemoryStore()
-    options = {"anchors": AnchorPolicy(bytes_ratio=None, versions=5), "wait": True}
-    to = publisher(store, retention=Retention(anchors=1, versions=5, every_s=0.02), **options)
-    for number in range(30):
-        publish(to, number).wait(LONG_S)
-        wait_for(lambda n=number: n < 12 or Log(store).floor() >= n - 12)
-    to.close()
-    assert verify(store, deep=True).is_clean
-    assert len(list(store.list(keys.PAYLOADS))) < 25
-
-
-@pytest.mark.parametrize("verb", ["delete", "put", "list"])
-def test_a_prune_that_fails_does_not_fail_training(verb: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The credentials of the trainer may not allow it to delete: that is reported once, and nothing else happens."""
-
-    class Forbidden(MemoryStore):
-        is_broken = True
-
-        def delete(self, key: str) -> None:
-            if verb == "delete" and key.startswith((keys.PAYLOADS, keys.ANCHORS)):
-                raise StoreError("access denied", transient=False, hint="ask")
-            super().delete(key)
-
-        def put(self, key: str, data: Data) -> None:
-            if verb == "put" and key == keys.FLOOR:
-                raise StoreError("access denied", transient=False, hint="ask")
-            super().put(key, data)
-
-        def list(self, prefix: str = "", *, after: str | None = None) -> Any:
-            if verb == "list" and prefix == keys.PINS and self.is_broken:
-                raise OSError("what no store raises")
-            return super().list(prefix, after=after)
-
-    store = Forbidden()
-    to = publisher(store, retention=Retention(anchors=1, versions=1, every_s=0.01), wait=True)
-    with caplog.at_level(logging.ERROR, "deltasync"):
-        for number in range(3):
-            publish(to, number, anchor=number == 2).wait(LONG_S)
-        wait_for(lambda: any("cannot prune" in record.message for record in caplog.records))
-        time.sleep(0.1)
-        publish(to, 3).wait(LONG_S)
-        to.close()
-    store.is_broken = False
-    reported = [record for record in caplog.records if "cannot prune" in record.message]
-    assert 1 <= len(reported) <= 2
-    require_steps(store, dict(enumerate(range(4))))
-
-
-def test_closing_does_not_wait_for_the_next_run() -> None:
-    to = publisher(MemoryStore(), retention=Retention(every_s=3600.0))
-    publish(to, 0).wait(LONG_S)
-    closing = threading.Thread(target=to.close)
-    closing.start()
-    closing.join(LONG_S)
-    assert not closing.is_alive()

@@ -18,7 +18,7 @@ from deltasync.blocks import detect, layout_runs
 from deltasync.format import limits
 from deltasync.format.layout import DTYPES, Layout, TensorSpec
 from deltasync.format.manifest import Manifest
-from deltasync.format.weights import Changes, PackedPositions, Weights, index_dtype, zeros
+from deltasync.format.weights import Weights, zeros
 from deltasync.state import State
 from deltasync.trainer import capture as module
 from deltasync.trainer.capture import rebase
@@ -152,32 +152,6 @@ def test_blocks_have_what_a_plain_loop_finds(drawn: tuple[int, int], elements: i
     captured = [changes for piece in layout_runs(LAYOUT, elements=elements) for changes in detect(old, new, piece)]
     found = by_tensor(LAYOUT, captured)
     assert plain(found) == plain(differences(old, new))
-
-
-@pytest.mark.parametrize(("elements", "expected"), [(1, "u4"), (1 << 32, "u4"), ((1 << 32) + 1, "u8")])
-def test_indices_are_as_wide_as_needed(elements: int, expected: str) -> None:
-    layout = Layout.of([TensorSpec("a", DTYPES["U8"], (elements,))])
-    assert index_dtype(layout, 0) == np.dtype(expected)
-
-
-def test_indices_beyond_four_bytes() -> None:
-    """A run far into a tensor of more than 2^32 elements, behind another run: no array of that size is needed."""
-    layout = Layout.of([TensorSpec("a", DTYPES["U8"], (10,)), TensorSpec("b", DTYPES["U8"], (1 << 33,))])
-    far = (1 << 32) + 5
-    runs = np.array([[0, 0, 10], [1, far, 20]], np.int64)
-    changes = Changes(runs, np.array([3, 10, 29], np.uint32), np.array([1, 2, 3], np.uint8))
-    found = by_tensor(layout, [changes])
-    assert plain(found) == {"a": ([3], [1]), "b": ([far, far + 19], [2, 3])}
-
-
-@relaxed
-@given(st.sets(st.one_of(st.integers(0, 300), st.integers(0, limits.BLOCK_ELEMENTS_MAX - 1), st.just(1 << 16))))
-def test_packed_positions_come_back(drawn: set[int]) -> None:
-    positions = np.array(sorted(drawn), np.uint32)
-    packed = PackedPositions.of(positions)
-    assert packed.unpacked().dtype == np.uint32
-    assert packed.unpacked().tolist() == positions.tolist()
-    assert packed.low.nbytes * 2 == positions.nbytes
 
 
 def test_rebase_uses_up_what_it_is_given() -> None:

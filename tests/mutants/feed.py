@@ -26,7 +26,7 @@ MUTANTS = (
         path="src/deltasync/blocks.py",
         old="    if digest_delta != block.digest:\n",
         new="    if digest_delta is None:\n",
-        killers=("tests/property/test_roundtrip.py::test_blocks_that_do_not_add_up_are_refused",),
+        killers=("tests/unit/test_blocks.py::test_blocks_that_do_not_add_up_are_refused",),
     ),
     Mutant(
         name="state-digest-unchecked",
@@ -34,7 +34,7 @@ MUTANTS = (
         path="src/deltasync/feed/route.py",
         old="    if digest != edge.manifest.digest:\n",
         new="    if digest is None:\n",
-        killers=("tests/behaviour/test_feed_bases.py::test_another_base",),
+        killers=("tests/unit/test_feed_route.py::test_another_base",),
     ),
     Mutant(
         name="payload-sha256-unchecked",
@@ -58,7 +58,7 @@ MUTANTS = (
         path="src/deltasync/format/index.py",
         old="    if overlaps.any():\n",
         new="    if not len(overlaps):\n",
-        killers=("tests/unit/test_format_runs.py::test_disjoint_says_what_counting_says",),
+        killers=("tests/unit/test_format_index.py::test_disjoint_says_what_counting_says",),
     ),
     Mutant(
         name="seal-unchecked",
@@ -137,7 +137,7 @@ MUTANTS = (
         old="    try:\n        os.link(temporary, path)\n",
         new="    try:\n        os.replace(temporary, path)\n        os.link(path, temporary)\n",
         killers=(
-            "tests/conformance/test_fencing.py::test_good_stores",
+            "tests/conformance/test_store_fencing.py::test_good_stores",
             "tests/faults/test_writers.py::test_two_processes_race",
         ),
     ),
@@ -147,7 +147,7 @@ MUTANTS = (
         path="src/deltasync/store/local.py",
         old="                    file.flush()\n                    os.fsync(file.fileno())\n",
         new="                    file.flush()\n",
-        killers=("tests/conformance/test_local.py::test_what_can_be_seen_is_on_disk",),
+        killers=("tests/conformance/test_store_local.py::test_what_can_be_seen_is_on_disk",),
     ),
     Mutant(
         name="unmounted-folder-is-a-new-feed",
@@ -155,7 +155,7 @@ MUTANTS = (
         path="src/deltasync/store/local.py",
         old="        if inode is None or not any(self._root.iterdir()):\n",
         new="        if inode == 0:\n",
-        killers=("tests/conformance/test_local.py::test_a_root_that_is_gone_is_not_made_again",),
+        killers=("tests/conformance/test_store_local.py::test_a_root_that_is_gone_is_not_made_again",),
     ),
     Mutant(
         name="moved-folder-is-a-new-feed",
@@ -163,7 +163,7 @@ MUTANTS = (
         path="src/deltasync/store/local.py",
         old="            if self._root_inode not in (None, inode):\n",
         new="            if False:\n",
-        killers=("tests/conformance/test_local.py::test_a_root_that_goes_during_a_write_is_not_made_again",),
+        killers=("tests/conformance/test_store_local.py::test_a_root_that_goes_during_a_write_is_not_made_again",),
     ),
     Mutant(
         name="token-in-repr",
@@ -171,7 +171,7 @@ MUTANTS = (
         path="src/deltasync/store/account.py",
         old="    config: dict[str, Any] = field(repr=False)\n",
         new="    config: dict[str, Any]\n",
-        killers=("tests/conformance/test_account.py::test_s3",),
+        killers=("tests/conformance/test_store_account.py::test_s3",),
     ),
     Mutant(
         name="client-logs-to-stdout",
@@ -179,7 +179,7 @@ MUTANTS = (
         path="src/deltasync/store/hub.py",
         old="        ) from error\n    _import_transfers()\n",
         new="        ) from error\n",
-        killers=("tests/conformance/test_hub.py::test_no_folder_for_the_client_to_write_to",),
+        killers=("tests/conformance/test_store_hub.py::test_no_folder_for_the_client_to_write_to",),
     ),
     Mutant(
         name="home-of-another-user",
@@ -187,7 +187,7 @@ MUTANTS = (
         path="src/deltasync/store/account.py",
         old="    if not os.path.exists(place):\n        return parser\n",
         new="",
-        killers=("tests/conformance/test_account.py::test_there_is_no_home_folder",),
+        killers=("tests/conformance/test_store_account.py::test_there_is_no_home_folder",),
     ),
     Mutant(
         name="permanent-errors-retried",
@@ -203,7 +203,7 @@ MUTANTS = (
         path="src/deltasync/store/protocol.py",
         old="errno.EINTR, errno.EIO, errno.EMFILE, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH,\n",
         new="errno.EINTR, errno.EMFILE, errno.ENETDOWN, errno.ENETRESET,\n",
-        killers=("tests/conformance/test_local.py::test_errors_of_the_file_system",),
+        killers=("tests/conformance/test_store_local.py::test_errors_of_the_file_system",),
     ),
     Mutant(
         name="commit-before-payload",
@@ -362,7 +362,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/survey.py",
         old="    settled_unix_s = max(newest.modified_unix_s, young_unix_s)\n",
         new="    settled_unix_s = 0.0\n",
-        killers=("tests/unit/test_upkeep_prune.py::test_what_an_interrupted_prune_has_left_is_no_orphan",),
+        killers=("tests/unit/test_upkeep_survey.py::test_what_an_interrupted_prune_has_left_is_no_orphan",),
     ),
     Mutant(
         name="prune-leaves-out-a-base",
@@ -370,7 +370,7 @@ MUTANTS = (
         path="src/deltasync/upkeep/survey.py",
         old="manifest.parent is not None and manifest.parent <= version and",
         new="manifest.parent == -1 and",
-        killers=("tests/unit/test_upkeep_prune.py::test_a_base_that_stored_changes_lead_from_is_read",),
+        killers=("tests/unit/test_upkeep_survey.py::test_a_base_that_stored_changes_lead_from_is_read",),
     ),
     Mutant(
         name="prune-forgets-pins",

@@ -60,7 +60,7 @@ MUTANTS = (
         path="src/deltasync/state.py",
         old="        if self.weights is None or self.at is None or blocks.digest(self.weights) == self.at.digest:\n",
         new="        if self.weights is None or self.version is not None:\n",
-        killers=("tests/unit/test_replica_loop.py::test_scrub_proves_the_mirror",),
+        killers=("tests/unit/test_replica_delivery.py::test_scrub_proves_the_mirror",),
     ),
     Mutant(
         name="mirror-over-a-file-of-the-user",
@@ -84,7 +84,7 @@ MUTANTS = (
         path="src/deltasync/replica/live.py",
         old="        if not self._target.unseen_elements:\n            self.read_back = version, int(time.time())\n",
         new="        self.read_back = version, int(time.time())\n",
-        killers=("tests/unit/test_replica_loop.py::test_a_scrub_that_does_not_see_all_memory_proves_nothing",),
+        killers=("tests/unit/test_replica_delivery.py::test_a_scrub_that_does_not_see_all_memory_proves_nothing",),
     ),
     Mutant(
         name="staleness-without-a-poll",
@@ -162,7 +162,7 @@ MUTANTS = (
         path="src/deltasync/replica/mirror.py",
         old="        own.mkdir(mode=0o700)\n",
         new="        own.mkdir(mode=0o755)\n",
-        killers=("tests/unit/test_replica_memory.py::test_each_has_its_own",),
+        killers=("tests/unit/test_replica_mirror.py::test_each_has_its_own",),
     ),
     Mutant(
         name="folder-of-a-neighbour-entered",
@@ -170,7 +170,7 @@ MUTANTS = (
         path="src/deltasync/replica/mirror.py",
         old="stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and status.st_mode & 0o077 == 0",
         new="stat.S_ISDIR(status.st_mode)",
-        killers=("tests/unit/test_replica_memory.py::test_a_hostile_neighbour",),
+        killers=("tests/unit/test_replica_mirror.py::test_a_hostile_neighbour",),
     ),
     Mutant(
         name="module-scrub-compares-floats",
@@ -195,6 +195,6 @@ MUTANTS = (
         path="src/deltasync/listener.py",
         old="        if not has_token and not ipaddress.ip_address(address).is_loopback:\n",
         new="        if not has_token and ipaddress.ip_address(address).is_multicast:\n",
-        killers=("tests/unit/test_replica_metrics.py::test_an_address_that_others_can_reach_needs_a_token",),
+        killers=("tests/unit/test_observe.py::test_an_address_that_others_can_reach_needs_a_token",),
     ),
 )

@@ -53,7 +53,7 @@ MUTANTS = (
         path="src/deltasync/sglang/target.py",
         old='                if self._held == "unknown":\n                    self._server.name_weights(UNKNOWN)\n',
         new='                if self._held == "unknown":\n',
-        killers=("tests/unit/test_sglang.py::test_a_server_that_fails_is_reported_and_generates_on",),
+        killers=("tests/unit/test_sglang_target.py::test_a_server_that_fails_is_reported_and_generates_on",),
     ),
     Mutant(
         name="sglang-changes-over-other-weights",
@@ -61,7 +61,7 @@ MUTANTS = (
         path="src/deltasync/sglang/target.py",
         old="        if label != str(staged.start):\n",
         new="        if label is None:\n",
-        killers=("tests/unit/test_sglang_loader.py::test_a_server_that_has_other_weights_loads_the_folder",),
+        killers=("tests/unit/test_sglang_in_place.py::test_a_server_that_has_other_weights_loads_the_folder",),
     ),
     Mutant(
         name="sglang-tracing-keeps-what-it-registers",

@@ -86,7 +86,7 @@ MUTANTS = (
         path="src/deltasync/trainer/shards.py",
         old="    return cut(spans, number * size, (number + 1) * size)\n",
         new="    return cut(spans, number * size + 1, (number + 1) * size + 1)\n",
-        killers=("tests/unit/test_torch_sharded.py::test_chunks_are_those_of_torch",),
+        killers=("tests/unit/test_trainer_shards.py::test_chunks_are_those_of_torch",),
     ),
     Mutant(
         name="place-off-by-one",
@@ -94,7 +94,7 @@ MUTANTS = (
         path="src/deltasync/trainer/shards.py",
         old="        return self._outer(outer) + inner[span] + begin - local, end - begin\n",
         new="        return self._outer(outer) + inner[span] + begin - local + 1, end - begin\n",
-        killers=("tests/unit/test_torch_sharded.py::test_places_are_where_brute_force_finds_them",),
+        killers=("tests/unit/test_trainer_shards.py::test_places_are_where_brute_force_finds_them",),
     ),
     Mutant(
         name="rank-off-by-one",

@@ -81,7 +81,7 @@ MUTANTS = (
         path="src/deltasync/ui/index.py",
         old='            "exact": not is_shared[i],\n',
         new='            "exact": True,\n',
-        killers=("tests/unit/test_ui_overview.py::test_changes_of_a_shared_block_are_marked_as_shared_out",),
+        killers=("tests/unit/test_ui_index.py::test_changes_of_a_shared_block_are_marked_as_shared_out",),
     ),
     Mutant(
         name="steps-of-another-size",
@@ -89,7 +89,7 @@ MUTANTS = (
         path="src/deltasync/codecs/exp.py",
         old="4 + (symbols - rans.EXACT) // 2",
         new="5 + (symbols - rans.EXACT) // 2",
-        killers=("tests/unit/test_codecs_steps.py::test_tables_say_how_large_the_steps_are",),
+        killers=("tests/unit/test_codecs_exp.py::test_tables_say_how_large_the_steps_are",),
     ),
     Mutant(
         name="failed-publications-are-not-counted",
@@ -97,6 +97,6 @@ MUTANTS = (
         path="src/deltasync/trainer/pipeline.py",
         old='            tell(self._observer, error, method="failed")\n',
         new="            pass\n",
-        killers=("tests/behaviour/test_metric_names.py::test_failed_publications_are_counted",),
+        killers=("tests/unit/test_trainer_events.py::test_failed_publications_are_counted",),
     ),
 )

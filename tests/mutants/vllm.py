@@ -26,7 +26,7 @@ MUTANTS = (
         path="src/deltasync/vllm/core.py",
         old="        elif method in _WRITES or (method in _PROTOCOL and getattr(core, _OWNER, None) == _SERVER):\n",
         new="        elif method in _PROTOCOL and getattr(core, _OWNER, None) == _SERVER:\n",
-        killers=("tests/unit/test_vllm_ownership.py::test_a_server_that_follows_keeps_its_weights",),
+        killers=("tests/unit/test_vllm_core.py::test_a_server_that_follows_keeps_its_weights",),
     ),
     Mutant(
         name="one-worker-claims-for-all",
@@ -60,7 +60,7 @@ MUTANTS = (
         new="        return None if self.current == _NONE else int(self.current)\n",
         killers=(
             "tests/unit/test_vllm_server.py::test_no_version_is_live_during_a_switch",
-            "tests/unit/test_vllm_admission.py::test_during_a_switch_the_version_after_it_counts",
+            "tests/unit/test_vllm_routes.py::test_during_a_switch_the_version_after_it_counts",
         ),
     ),
     Mutant(
@@ -77,7 +77,7 @@ MUTANTS = (
         path="src/deltasync/vllm/routes.py",
         old="        return live is not None and self.version in (None, live) and (self.min_version or 0) <= live\n",
         new="        return live is not None and (self.version or 0) <= live and (self.min_version or 0) <= live\n",
-        killers=("tests/unit/test_vllm_admission.py::test_a_version_that_is_not_live_is_409",),
+        killers=("tests/unit/test_vllm_routes.py::test_a_version_that_is_not_live_is_409",),
     ),
     Mutant(
         name="salts-dropped",
@@ -85,7 +85,7 @@ MUTANTS = (
         path="src/deltasync/vllm/core.py",
         old="            request.cache_salt = _salted(self._salt, request.cache_salt)\n",
         new="",
-        killers=("tests/unit/test_vllm_caches.py::test_requests_have_our_salt_and_their_own",),
+        killers=("tests/unit/test_vllm_core.py::test_requests_have_our_salt_and_their_own",),
     ),
     Mutant(
         name="salt-kept-over-a-switch",
@@ -94,7 +94,7 @@ MUTANTS = (
         old="        self._salt = secrets.token_hex(8)\n"
         "        await self._core.call_utility_async(RENEW, self._salt)\n",
         new="        await self._core.call_utility_async(RENEW, self._salt)\n",
-        killers=("tests/unit/test_vllm_caches.py::test_every_switch_draws_a_salt_that_was_never_used",),
+        killers=("tests/unit/test_vllm_core.py::test_every_switch_draws_a_salt_that_was_never_used",),
     ),
     Mutant(
         name="probe-map-off-by-one",
@@ -110,7 +110,7 @@ MUTANTS = (
         path="src/deltasync/engines/memory.py",
         old="            places += at * here\n",
         new="            places += (at + 1) * here\n",
-        killers=("tests/unit/test_engines_placement.py::test_the_arithmetic_agrees_with_a_copy",),
+        killers=("tests/unit/test_engines_memory.py::test_the_arithmetic_agrees_with_a_copy",),
     ),
     Mutant(
         name="twin-written-into-the-live-model",
@@ -151,7 +151,7 @@ MUTANTS = (
         path="src/deltasync/vllm/releases.py",
         old='    waiting = [*scheduler.waiting, *getattr(scheduler, "skipped_waiting", ())]\n',
         new="    waiting = [*scheduler.waiting]\n",
-        killers=("tests/unit/test_vllm_caches.py::test_requests_in_the_second_queue_of_older_releases_are_salted",),
+        killers=("tests/unit/test_vllm_core.py::test_requests_in_the_second_queue_of_older_releases_are_salted",),
     ),
     Mutant(
         name="stage-of-another-rank",
@@ -217,6 +217,6 @@ MUTANTS = (
         path="src/deltasync/vllm/settings.py",
         old="    token: str | None = field(default=None, repr=False)\n",
         new="    token: str | None = None\n",
-        killers=("tests/unit/test_cli_replicas.py::test_the_token_is_in_no_repr",),
+        killers=("tests/unit/test_cli_serve.py::test_the_token_is_in_no_repr",),
     ),
 )

@@ -1,5 +1,6 @@
 """What the tests of replicas share: torch targets of any layout, exact comparisons, plain followers."""
 
+import http.client
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -151,3 +152,17 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline_s, "it never came true"
         time.sleep(0.005)
+
+
+def ask(
+    address: str, method: str, path: str, token: str | None = None, *, host: str | None = None
+) -> tuple[int, bytes]:
+    """The status code and the content that a listener answers with."""
+    connection = http.client.HTTPConnection(address, timeout=LONG_S)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        connection.request(method, path, headers=headers if host is None else {**headers, "Host": host})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()

@@ -174,3 +174,13 @@ def _moved(rng: np.random.Generator, dtype: DType, old: Bits, move: Move) -> Bit
     unit = kind(1) << kind(dtype.exponent_shift if move == "exponent" else 0)
     steps = np.minimum(rng.geometric(0.6, len(old)), 100).astype(old.dtype) * unit
     return np.where(rng.random(len(old)) < 0.5, old + steps, old - steps).astype(old.dtype)
+
+
+def state_pair(
+    dtype: str, elements: int, share: float, *, look: Look = "weights", move: Move = "replace"
+) -> tuple[Weights, Weights]:
+    """One tensor, before and after."""
+    rng = np.random.default_rng(elements)
+    layout = Layout.of([TensorSpec("w", DTYPES[dtype], (elements,))])
+    old = random_bits(rng, DTYPES[dtype], elements, look)
+    return Weights(layout, (old,)), Weights(layout, (random_change(rng, DTYPES[dtype], old, share, move),))

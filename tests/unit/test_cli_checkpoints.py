@@ -1,25 +1,20 @@
+"""`diff`, `apply`, `inspect` and `digest`."""
+
 import json
-import logging
 import os
-import signal
-import subprocess
 import sys
-import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import LONG_S, processes
+from support import processes
+from support.commands import Out, run
 from support.helpers import changed, safetensors_bytes, state, write_sharded
 
 import deltasync
-from deltasync import errors
 from deltasync.cli import main as cli
-from deltasync.cli.output import Output, size_text
 
-Out = pytest.CaptureFixture[str]
 PYTHON = [sys.executable, "-W", "ignore", "-m", "deltasync"]
 
 
@@ -34,10 +29,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(Path(deltasync.__file__).absolute().parents[1]))
     return tmp_path
-
-
-def run(*argv: str) -> int:
-    return cli.main(argv)
 
 
 def names(folder: Path) -> set[str]:
@@ -142,13 +133,6 @@ def test_an_ascii_terminal(place: Path) -> None:
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = processes.run([*PYTHON, "inspect", "d"], env=ascii_only)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_version(capsys: Out) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run("--version")
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"deltasync {deltasync.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -348,70 +332,6 @@ def test_a_delta_replaces_an_earlier_one(place: Path) -> None:
     assert deltasync.inspect("d").digest == deltasync.digest("old")
 
 
-CODES: list[tuple[BaseException, int]] = [
-    (errors.ConflictError("x"), 4),
-    (errors.CorruptError("x"), 3),
-    (errors.MismatchError("x"), 3),
-    (errors.FormatError("x"), 3),
-    (errors.NotFoundError("x"), 1),
-    (errors.InvalidInputError("x"), 1),
-    (errors.StoreError("x", transient=True), 1),
-    (PermissionError(13, "denied", "f"), 1),
-    (KeyboardInterrupt(), 130),
-    (RuntimeError("a bug"), 1),
-]
-
-
-@pytest.mark.parametrize(("error", "code"), CODES, ids=[type(e).__name__ for e, _ in CODES])
-def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: Out, error: BaseException, code: int) -> None:
-    def fail(path: str, **options: object) -> None:
-        raise error
-
-    monkeypatch.setattr("deltasync.oneshot.inspect", fail)
-    assert run("inspect", "x") == code
-    assert "error: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (PermissionError(13, "Permission denied", "f"), "f: Permission denied (check the owner and the mode"),
-        (OSError(28, "No space left on device", "f"), "f: No space left on device (the disk is full"),
-        (OSError(30, "Read-only file system", "f"), "f: Read-only file system (the file system is mounted read-only"),
-        (OSError(18, "Invalid cross-device link", "a", None, "b"), "a and b: Invalid cross-device link\n"),
-        (OSError("a plain text"), "a plain text\n"),
-        (OSError(28, "No space left", "out/.d.0123456789ab.tmp/x"), "out/d/x: No space left (the disk is full"),
-    ],
-    ids=["permission", "full", "read-only", "two files", "text", "a temporary file"],
-)
-def test_errors_of_files_say_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: Out, error: OSError, message: str
-) -> None:
-    def fail(path: str, **options: object) -> None:
-        raise error
-
-    monkeypatch.setattr("deltasync.oneshot.inspect", fail)
-    assert run("inspect", "x") == 1
-    assert capsys.readouterr().err.startswith(f"error: {message}")
-    assert run("inspect", "x", "--json") == 1
-    found = json.loads(capsys.readouterr().err)["error"]
-    assert (found["kind"], found["key"] is None) == ("os", error.filename is None)
-
-
-def test_errors_as_json(place: Path, capsys: Out) -> None:
-    """One line with all that the error knows."""
-    run("diff", "new", "old", "-o", "d")
-    capsys.readouterr()
-    assert run("apply", "old", "d", "-o", "out", "--json") == 3
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    found = json.loads(err)["error"]
-    assert found.keys() == {"kind", "message", "rule", "hint", "key", "version", "exit_code"}
-    assert (found["kind"], found["rule"], found["exit_code"]) == ("mismatch", "payload.parent", 3)
-    assert found["hint"] == "apply it to the state that it was made against"
-
-
 def test_diff_and_apply_as_json(place: Path, capsys: Out) -> None:
     assert run("diff", "old", "new", "-o", "d", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -419,137 +339,3 @@ def test_diff_and_apply_as_json(place: Path, capsys: Out) -> None:
     assert (found["parent_digest"], found["digest"]) == (deltasync.digest("old").hex, deltasync.digest("new").hex)
     assert run("apply", "old", "d", "-o", "out", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"output": "out", "digest": deltasync.digest("new").hex}
-
-
-def test_levels_of_the_log(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    def chatty(path: str, **options: object) -> None:
-        logger = logging.getLogger("deltasync.feed")
-        logger.debug("a detail")
-        logger.info("what is done")
-        logger.warning("something odd: %s", "\x1b[2J")
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.warn("built without kernels", RuntimeWarning, stacklevel=1)
-        raise errors.InvalidInputError("wrong")
-
-    monkeypatch.setattr("deltasync.oneshot.inspect", chatty)
-    odd = ["warning: something odd: \\x1b[2J", "warning: built without kernels"]
-    for options, expected in (
-        ([], odd),
-        (["-q"], []),
-        (["-v"], ["info: what is done", *odd]),
-        (["-vv"], ["debug: a detail", "info: what is done", *odd]),
-    ):
-        assert run("inspect", "x", *options) == 1
-        assert capsys.readouterr().err.splitlines() == [*expected, "error: wrong"]
-    assert run("inspect", "x", "--json") == 1
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [line["log"]["message"] for line in lines[:2]] == [text.removeprefix("warning: ") for text in odd]
-    assert lines[2]["error"]["message"] == "wrong"
-    assert not logging.getLogger("deltasync").handlers, "nothing is left behind in this process"
-
-
-def test_bars_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    with Output.of(is_json=False, is_plain=False, is_quiet=False).bars() as progress:
-        assert progress is None
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Output.of(is_json=False, is_plain=False, is_quiet=True).bars() as progress:
-        assert progress is None
-    with Output.of(is_json=False, is_plain=False, is_quiet=False).bars() as progress:
-        assert progress is not None
-        progress("encode", 1, 2)
-        progress("encode", 2, 2)
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (1_234_567, "1.23 MB"), (5 * 10**15, "5000.00 TB")],
-)
-def test_size_text(nbytes: int, text: str) -> None:
-    assert size_text(nbytes) == text
-
-
-def test_the_program(place: Path) -> None:
-    done = processes.run([*PYTHON, "diff", "old", "new", "-o", "d"])
-    assert (done.returncode, done.stderr) == (0, "")
-    done = processes.run([*PYTHON, "apply", "new", "d", "-o", "out"])
-    assert done.returncode == 3
-    assert deltasync.digest("old").hex in done.stderr
-    assert deltasync.digest("new").hex in done.stderr
-    assert done.stdout == ""
-    assert not (place / "out").exists()
-    assert processes.run([*PYTHON]).returncode == 2
-
-
-@pytest.mark.parametrize("option", [[], ["--json"]])
-def test_a_reader_that_leaves_early(place: Path, option: list[str]) -> None:
-    run("diff", "old", "new", "-o", "d")
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = processes.run([*PYTHON, "inspect", "d", *option], stdout=writing)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["log", "--help"], ["--version"], ["digest", "old"]])
-def test_output_that_cannot_be_written(place: Path, arguments: list[str]) -> None:
-    """A reader that has gone, a full disk, a closed stdout: an exit code, and no traceback."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = processes.run([*PYTHON, *arguments], stdout=writing)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (141, "")
-    with open("/dev/full", "w") as full:
-        done = processes.run([*PYTHON, *arguments], stdout=full)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: No space left on device (")
-    assert done.stderr.count("\n") == 1
-    command = ["sh", "-c", '"$@" >&-', "sh", *PYTHON, *arguments]
-    done = processes.run(command)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_an_interrupt_leaves_nothing(place: Path) -> None:
-    """Interrupted while the copy is being filled, the command removes it and says 130."""
-    run("diff", "old", "new", "-o", "d")
-    before = names(place)
-    script = (
-        "import sys, time\n"
-        "from deltasync import blocks\n"
-        "blocks.decode_into = lambda *a, **k: (print('filling', flush=True), time.sleep(600))\n"
-        "from deltasync.cli.main import main\n"
-        "sys.exit(main(['apply', 'old', 'd', '-o', 'out']))\n"
-    )
-    with processes.running(
-        [sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "filling\n"
-        assert names(place) != before, "the temporary folder is there"
-        time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=LONG_S)
-    assert (process.returncode, err) == (130, "error: interrupted\n")
-    assert names(place) == before
-
-
-INTERRUPTER = """
-import importlib.abc, os, signal, sys
-
-class Interrupter(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == os.environ["INTERRUPT_AT"]:
-            os.kill(os.getpid(), signal.SIGINT)
-
-sys.meta_path.insert(0, Interrupter())
-"""
-
-
-@pytest.mark.parametrize("module", ["deltasync.cli.main", "numpy", "deltasync.cli.feeds", "deltasync.upkeep.verify"])
-def test_an_interrupt_while_modules_are_imported(tmp_path: Path, module: str) -> None:
-    (tmp_path / "run.py").write_text(f"{INTERRUPTER}\nfrom deltasync.__main__ import main\nsys.exit(main())\n")
-    environment = {**os.environ, "INTERRUPT_AT": module}
-    command = [sys.executable, str(tmp_path / "run.py"), "log", "nowhere"]
-    done = processes.run(command, env=environment)
-    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")

@@ -1,12 +1,18 @@
 import hashlib
+import json
+from typing import Any
 
 import pytest
 
-from deltasync.errors import CorruptError, FormatError
+from deltasync.errors import CorruptError, DeltasyncError, FormatError
 from deltasync.format import limits
 from deltasync.format.sealed import (
     FORMAT,
+    FeedRecord,
     FloorRecord,
+    Heartbeat,
+    LeaseRecord,
+    Pin,
     is_count,
     is_decimal,
     is_sha256,
@@ -36,7 +42,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("data", "rule"), CASES, ids=[f"{d[:24]!r}" for d, _ in CASES])
-def test_refused(data: bytes, rule: str) -> None:
+def test_text_that_is_refused(data: bytes, rule: str) -> None:
     with pytest.raises(CorruptError) as caught:
         parse_object(data, what="it", scope="t")
     assert caught.value.rule == rule
@@ -121,3 +127,54 @@ def test_is_decimal(value: object, expected: bool) -> None:
 def test_is_sha256() -> None:
     assert is_sha256("0a" * 32)
     assert not any(is_sha256(v) for v in ("0A" * 32, "0a" * 31, "0a" * 33, "0a" * 32 + "\n", 5, None))
+
+
+RECORDS = [
+    FeedRecord("f", 1),
+    FloorRecord(7),
+    LeaseRecord("w", 9),
+    Heartbeat("r", 4, 5, {"engine": "vllm"}),
+    Heartbeat("r", None, 5),
+    Pin("best", 7, "ab" * 16, "", 5),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=repr)
+def test_records_round_trip(record: Any) -> None:
+    assert type(record).from_bytes(record.to_bytes()) == record
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "rule"),
+    [
+        ({"format": "deltasync/9"}, FormatError, "heartbeat.format"),
+        ({"must_understand": ["news"]}, FormatError, "heartbeat.must_understand"),
+        ({"replica": ""}, CorruptError, "heartbeat.field"),
+        ({"version": -1}, CorruptError, "heartbeat.field"),
+        ({"unix_s": True}, CorruptError, "heartbeat.field"),
+        ({"facts": {"a": 1}}, CorruptError, "heartbeat.field"),
+        ({"facts": {"a": "x" * 70_000}}, CorruptError, "heartbeat.size"),
+    ],
+)
+def test_records_that_are_refused(changes: dict[str, Any], error: type[DeltasyncError], rule: str) -> None:
+    fields = json.loads(Heartbeat("r", 4, 5).to_bytes()) | changes
+    del fields["sha256"]
+    with pytest.raises(DeltasyncError) as caught:
+        Heartbeat.from_bytes(sealed(fields))
+    assert (type(caught.value), caught.value.rule) == (error, rule)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=repr)
+def test_every_field_of_a_record_is_required(record: Any) -> None:
+    fields = json.loads(record.to_bytes())
+    for name in fields:
+        with pytest.raises(DeltasyncError):
+            type(record).from_bytes(json.dumps({k: v for k, v in fields.items() if k != name}).encode())
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=repr)
+def test_no_altered_byte_of_a_record_passes(record: Any) -> None:
+    data = record.to_bytes()
+    for place in range(len(data)):
+        with pytest.raises(DeltasyncError):
+            type(record).from_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])

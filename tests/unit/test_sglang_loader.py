@@ -7,114 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from served_model import Served, changed, odd, save, tensors
-from sglang_stand_in import SglangStandIn, sglang_server
-from support import LONG_S
+from served_model import Served, save, tensors
+from sglang_run import FROM_DISK, IN_PLACE, Run, State, served, starting
 
-from deltasync import Follower
-from deltasync.cli import main as cli
 from deltasync.errors import EngineError, InvalidInputError, MismatchError
 from deltasync.format.layout import Layout
-from deltasync.sglang import SglangTarget, loader
-from deltasync.sglang.in_place import LOADER, TENSOR_NAME, Answer, Request
-from deltasync.torch import Publisher
-from deltasync.trainer.publisher import PublisherOptions
-
-ROUND = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
-IN_PLACE = ["/pause_generation", *ROUND, "/update_weight_version", "/continue_generation"]
-FROM_DISK = ["/pause_generation", "/update_weights_from_disk", *ROUND, *ROUND, "/continue_generation"]
-State = dict[str, torch.Tensor]
-
-
-class Rotary(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("angles", torch.arange(6.0), persistent=False)
-
-
-def served(*, rank: int = 0, size: int = 1, names: tuple[str, ...] = ()) -> Served:
-    model = Served(rank=rank, size=size, odd=odd(*names))
-    del model.angles
-    model.rotary = Rotary()
-    return model
-
-
-class Run:
-    """A trainer, a server, and the target between them."""
-
-    def __init__(self, folder: Path, server: SglangStandIn, models: list[Served], state: State) -> None:
-        self.server, self.state = server, state
-        server.workers = list(models)
-        server.facts["custom_weight_loader"] = [LOADER]
-        self.feed = str(folder / "feed")
-        self.publisher = Publisher(self.feed, options=PublisherOptions(wait=True, files={"config.json": b"{}"}))
-        self.publisher.publish(state).wait(LONG_S)
-        self.target = SglangTarget(folder / "live", server.url, only_changes=True)
-        self.follower = Follower(self.feed, self.target)
-
-    def step(self, seed: int) -> None:
-        self.state = changed(self.state, seed)
-        self.publisher.publish(self.state).wait(LONG_S)
-
-    def advance(self) -> list[str]:
-        """The routes that were called."""
-        self.server.calls.clear()
-        self.follower.advance()
-        return [route for route, _ in self.server.calls]
-
-    def require_bits(self) -> None:
-        """Every worker has the bits that a server has that was started with these weights."""
-        assert self.server.paused is None
-        assert not self.server.is_session_open
-        assert not self.server.has_ended
-        for model in self.server.workers:
-            assert isinstance(model, Served)
-            fresh = Served(rank=model.rank, size=model.size, odd=model._odd_again()).load(self.state.items())
-            wanted = fresh.bits()
-            wanted["rotary.angles"] = wanted.pop("angles")
-            found = model.bits()
-            assert found.keys() == wanted.keys()
-            assert all(np.array_equal(found[name], wanted[name]) for name in found)
+from deltasync.sglang import loader
+from deltasync.sglang.in_place import TENSOR_NAME, Answer, Request
 
 
 @pytest.fixture
-def server() -> Iterator[SglangStandIn]:
-    with sglang_server() as found:
-        yield found
-
-
-@pytest.fixture
-def start(tmp_path: Path, server: SglangStandIn) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def begin(models: list[Served] | None = None, state: State | None = None) -> Run:
-        run = Run(tmp_path, server, [served()] if models is None else models, tensors() if state is None else state)
-        runs.append(run)
-        return run
-
-    yield begin
-    for run in runs:
-        run.follower.close()
-        run.publisher.close()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_versions_are_written_in_place_in_every_worker(start: Callable[..., Run], size: int) -> None:
-    run = start([served(rank=rank, size=size) for rank in range(size)])
-    assert run.advance() == FROM_DISK
-    run.require_bits()
-    pointers = [p.data_ptr() for model in run.server.workers for p in model.parameters()]  # type: ignore[attr-defined]
-    for version in range(1, 4):
-        run.step(version)
-        assert run.advance() == IN_PLACE
-        run.require_bits()
-        assert (run.target.version, run.server.weight_version) == (version, str(version))
-        assert run.server.is_cache_flushed
-    run.step(4)
-    run.step(5)
-    assert run.advance() == IN_PLACE, "several versions at once"
-    run.require_bits()
-    assert pointers == [p.data_ptr() for m in run.server.workers for p in m.parameters()]  # type: ignore[attr-defined]
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    with starting(tmp_path) as begin:
+        yield begin
 
 
 def test_a_type_that_differs_is_cast_as_sglang_casts_it(start: Callable[..., Run]) -> None:
@@ -125,74 +30,6 @@ def test_a_type_that_differs_is_cast_as_sglang_casts_it(start: Callable[..., Run
     found = run.server.workers[0].cast.weight  # type: ignore[attr-defined]
     wanted = run.state["cast.weight"].float()
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
-
-
-def forgetful(run: Run) -> None:
-    """The worker was started again, and the label was put back by hand."""
-    loader._live.clear()
-
-
-def elsewhere(run: Run) -> None:
-    """SGLang has moved a parameter."""
-    model = run.server.workers[0]
-    model.norm.weight.data = model.norm.weight.data.clone()  # type: ignore[attr-defined]
-
-
-def left_open(run: Run) -> None:
-    """Another process died in the middle of a session."""
-    assert run.server._session(is_open=True)[0] == 200
-
-
-def updated(run: Run) -> None:
-    """Something else has updated the weights of the server."""
-    run.server.weight_version = "other"
-    run.server.workers[0].norm.weight.data.zero_()  # type: ignore[attr-defined]
-
-
-def started_otherwise(run: Run) -> None:
-    """The server was started again, with more workers."""
-    run.server.workers = [served(rank=rank, size=2) for rank in range(2)]
-    run.server.restart()
-
-
-@pytest.mark.parametrize("happens", [updated, started_otherwise])
-def test_a_server_that_has_other_weights_loads_the_folder(
-    start: Callable[..., Run], happens: Callable[[Run], None]
-) -> None:
-    run = start()
-    run.advance()
-    happens(run)
-    run.step(1)
-    assert run.advance() == FROM_DISK
-    run.require_bits()
-    run.step(2)
-    assert run.advance() == IN_PLACE
-    run.require_bits()
-
-
-@pytest.mark.parametrize("happens", [forgetful, elsewhere])
-def test_a_worker_that_cannot_write_loads_the_folder(
-    start: Callable[..., Run], caplog: pytest.LogCaptureFixture, happens: Callable[[Run], None]
-) -> None:
-    run = start()
-    run.advance()
-    happens(run)
-    run.step(1)
-    assert run.advance() == [*IN_PLACE[:-2], *FROM_DISK[1:]]
-    assert "it loads the whole folder now" in caplog.text
-    run.require_bits()
-    run.step(2)
-    assert run.advance() == IN_PLACE
-    run.require_bits()
-
-
-def test_a_session_that_was_left_open_is_closed(start: Callable[..., Run]) -> None:
-    run = start()
-    run.advance()
-    left_open(run)
-    run.step(1)
-    run.advance()
-    run.require_bits()
 
 
 def test_bits_that_are_not_those_written_are_damage(
@@ -415,58 +252,6 @@ def test_weights_in_another_form_than_the_checkpoint_are_refused(start: Callable
 
 
 @pytest.mark.parametrize(
-    ("facts", "message"),
-    [
-        ({"custom_weight_loader": None}, "--custom-weight-loader deltasync.sglang.loader.load"),
-        ({"custom_weight_loader": ["other.load"]}, "other.load"),
-        ({"dp_size": 2}, "dp_size 2"),
-        ({"speculative_algorithm": "EAGLE"}, "draft model"),
-        ({"pp_size": None}, "how many workers"),
-    ],
-)
-def test_a_server_that_was_started_otherwise_is_refused_before_anything_is_asked(
-    start: Callable[..., Run], tmp_path: Path, facts: dict[str, Any], message: str
-) -> None:
-    run = start()
-    run.server.facts.update(facts)
-    with pytest.raises(InvalidInputError) as error:
-        run.follower.advance()
-    assert message in str(error.value)
-    assert run.server.calls == []
-    assert not (tmp_path / "live").exists()
-
-
-def test_a_worker_that_cannot_answer_is_reported(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(self: Answer, path: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    run = start()
-    with monkeypatch.context() as patch:
-        patch.setattr(Answer, "write", fail)
-        with pytest.raises(EngineError, match="did not answer"):
-            run.follower.advance()
-    assert "Permission denied" in caplog.text
-    assert run.server.paused is None
-    assert run.advance() == FROM_DISK
-    run.require_bits()
-
-
-def test_weights_that_were_changed_while_a_worker_was_traced_are_loaded_again(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other worker does not answer, so that nothing says that they were changed."""
-    write = Answer.write
-    run = start([aliased(), served()])
-    with monkeypatch.context() as patch:
-        patch.setattr(Answer, "write", lambda self, path: None if path.suffix == ".1" else write(self, path))
-        with pytest.raises(EngineError, match="did not answer"):
-            run.advance()
-    run.require_bits()
-
-
-@pytest.mark.parametrize(
     ("named", "message"),
     [
         ([("model.norm.weight", torch.ones(2))], "takes one tensor"),
@@ -485,10 +270,14 @@ def test_other_tensors_are_refused(named: list[tuple[str, torch.Tensor]], messag
         loader.load(served(), named)
 
 
-def test_the_command_writes_in_place(start: Callable[..., Run], tmp_path: Path) -> None:
-    run = start()
-    command = ["follow", run.feed, "--target", str(tmp_path / "there"), "--once", "--sglang", run.server.url]
-    assert cli.main([*command, "--only-changes"]) == 0
-    assert [route for route, _ in run.server.calls] == FROM_DISK
+def test_weights_that_were_changed_while_a_worker_was_traced_are_loaded_again(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other worker does not answer, so that nothing says that they were changed."""
+    write = Answer.write
+    run = start([aliased(), served()])
+    with monkeypatch.context() as patch:
+        patch.setattr(Answer, "write", lambda self, path: None if path.suffix == ".1" else write(self, path))
+        with pytest.raises(EngineError, match="did not answer"):
+            run.advance()
     run.require_bits()
-    assert cli.main([*command[:-2], "--only-changes"]) == 1

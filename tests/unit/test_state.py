@@ -47,10 +47,3 @@ def test_a_feed_that_was_rolled_back_and_went_on_differently() -> None:
     state.advance(Route(other.log, goal), applied)
     assert (state.at, applied.rebuilt) == (goal, 1)
     assert same_weights(state.require_weights(), other.states[2])
-
-
-def test_a_route_opens_each_start_once() -> None:
-    feed = Feed.of(2)
-    route = Route(feed.log, feed.log.read(1))
-    assert route.layout() is route.layout()
-    assert route.plan() is route.plan()

@@ -240,3 +240,38 @@ def test_tensors_of_inference_mode() -> None:
 def test_tensors_without_data() -> None:
     with pytest.raises(InvalidInputError, match="'x' has no data"):
         ModuleTarget({"x": torch.zeros(3, device="meta")}).require(Layout.of([TensorSpec("x", DTYPES["F32"], (3,))]))
+
+
+@pytest.mark.parametrize("hold", [7, "lock", threading.Lock().acquire])
+def test_a_hold_must_be_a_context_manager(hold: object) -> None:
+    with pytest.raises(InvalidInputError, match="hold must be a context manager"):
+        ModuleTarget({"w": torch.zeros(2)}, hold=hold)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("module", "feed", "cast"),
+    [
+        (torch.float32, torch.bfloat16, "module.bfloat16()"),
+        (torch.bfloat16, torch.float32, "module.float()"),
+        (torch.float32, torch.float16, "module.half()"),
+        (torch.float32, torch.float8_e4m3fn, "module.to(torch.float8_e4m3fn)"),
+    ],
+)
+def test_a_module_of_another_type_is_refused_with_the_cast_that_fits(
+    module: torch.dtype, feed: torch.dtype, cast: str
+) -> None:
+    def layout(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {"a": torch.zeros(3, dtype=dtype), "b": torch.zeros(2, dtype=torch.int64)}
+
+    with pytest.raises(MismatchError) as caught:
+        ModuleTarget(layout(module)).require(layout_of(layout(feed)))
+    assert f"call {cast} before you follow" in str(caught.value.hint)
+    assert caught.value.rule == "layout.differs"
+
+
+def test_a_cast_is_not_proposed_where_it_does_not_help() -> None:
+    wanted = layout_of({"a": torch.zeros(3, dtype=torch.bfloat16), "b": torch.zeros(2, dtype=torch.float16)})
+    for other in ({"a": torch.zeros(4)}, {"x": torch.zeros(3)}, {"a": torch.zeros(3), "b": torch.zeros(2)}):
+        with pytest.raises(MismatchError) as caught:
+            ModuleTarget(other).require(wanted)
+        assert "call module" not in str(caught.value.hint)

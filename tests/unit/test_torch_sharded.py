@@ -1,4 +1,4 @@
-"""The arithmetic of shards against brute force, and versions that several processes make together."""
+"""Shards of torch tensors, and versions that several processes make together."""
 
 import math
 import threading
@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given
-from hypothesis import strategies as st
 from support import LONG_S, join
 from support.feeds import NOW_UNIX_S, put_anchor
 from support.helpers import BF16, changed
+from test_trainer_shards import flat
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -28,13 +27,7 @@ from deltasync import blocks
 from deltasync.blocks import encode_changes
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import (
-    ConflictError,
-    CorruptError,
-    DeltasyncError,
     InvalidInputError,
-    MismatchError,
-    RankError,
-    StoreError,
 )
 from deltasync.feed.log import Log
 from deltasync.feed.upload import LATE_S, Upload
@@ -49,83 +42,12 @@ from deltasync.store.memory import MemoryStore
 from deltasync.torch import ShardedPublisher
 from deltasync.torch.sharded import owned
 from deltasync.trainer.capture import capture
-from deltasync.trainer.group import Decision, Failure, Group, Message
+from deltasync.trainer.group import Decision, Group, Message
 from deltasync.trainer.publisher import PublisherOptions
-from deltasync.trainer.shards import Box, Shards, ShardWeights, Spans, chunk, cut, joined
+from deltasync.trainer.shards import Box, Shards, ShardWeights, chunk
 from deltasync.trainer.versions import Metadata, Part, VersionWriter
 from deltasync.upkeep.restore import restore
 from deltasync.upkeep.verify import verify
-
-
-def indices(spans: Spans) -> list[int]:
-    return [i for start, count in spans for i in range(start, start + count)]
-
-
-def flat(box: Box) -> np.ndarray:
-    """Every element of a box by brute force: its index in the tensor, in the order that it has here."""
-    whole = np.arange(math.prod(box.shape)).reshape(box.shape)
-    return whole[np.ix_(*(indices(spans) for spans in box.spans))].reshape(-1)
-
-
-@st.composite
-def spans_of(draw: st.DrawFn, size: int) -> Spans:
-    """A part of a dimension, cut once or twice, from the left or from the right."""
-    spans: Spans = ((0, size),) if size else ()
-    for _ in range(draw(st.integers(0, 2))):
-        parts = draw(st.integers(1, 5))
-        number, factor = draw(st.integers(0, parts - 1)), draw(st.integers(1, 3))
-        spans = joined(chunk(chunk(spans, first, factor), number, parts) for first in range(factor))
-    return spans
-
-
-@st.composite
-def boxes(draw: st.DrawFn) -> Box:
-    shape = tuple(draw(st.lists(st.integers(0, 7), min_size=1, max_size=4)))
-    return Box(shape, tuple(draw(spans_of(size)) for size in shape))
-
-
-@given(boxes(), st.data())
-@example(Box((2, 3, 4), (((0, 2),), ((1, 1),), ((0, 4),))), None)
-@example(Box((2, 4, 3), (((1, 1),), ((0, 2), (3, 1)), ((1, 2),))), None)
-def test_places_are_where_brute_force_finds_them(box: Box, data: st.DataObject | None) -> None:
-    expected = flat(box)
-    assert box.elements == len(expected)
-    if not len(expected):
-        assert box.local_shape == (0,)
-        assert box.runs == 0
-        return
-    first = 0 if data is None else data.draw(st.integers(0, len(expected) - 1))
-    count = len(expected) if data is None else data.draw(st.integers(1, len(expected) - first))
-    starts, counts = box.places(first, count)
-    found = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
-    assert found.tolist() == expected[first : first + count].tolist()
-    assert len(box.places(0, box.elements)[0]) == box.runs
-
-
-@given(boxes(), st.integers(1, 4))
-def test_rows_fill_what_a_box_has_of_them(box: Box, step: int) -> None:
-    whole = np.arange(1, math.prod(box.shape) + 1, dtype=np.uint32)
-    row = math.prod(box.shape[1:])
-    local = np.zeros(box.elements, np.uint32)
-    for first in range(0, box.shape[0] if row and box.elements else 0, step):
-        box.copy_rows(local, whole[first * row : (first + step) * row], first)
-    assert local.tolist() == (flat(box) + 1).tolist()
-
-
-@given(st.integers(0, 40), st.integers(1, 9))
-def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
-    whole = torch.arange(size)
-    expected = [piece.tolist() for piece in torch.chunk(whole, parts)]
-    found = [indices(chunk(((0, size),) if size else (), number, parts)) for number in range(parts)]
-    assert [piece for piece in found if piece] == [piece for piece in expected if piece]
-
-
-def test_cut_counts_along_the_spans() -> None:
-    spans = ((5, 3), (20, 2), (0, 4))
-    assert cut(spans, 2, 7) == ((7, 1), (20, 2), (0, 2))
-    assert cut(spans, 9, 99) == ()
-    assert joined([((0, 2),), ((2, 3),), (), ((6, 1),)]) == ((0, 5), (6, 1))
-
 
 # What torch itself makes of a placement, on every rank of a mesh that exists in name only.
 
@@ -476,47 +398,12 @@ def test_a_rank_without_elements_puts_nothing() -> None:
     assert (refs, digest) == ((), layout_digest(weights.layout))
 
 
-def test_shards_of_single_elements_are_refused_where_there_are_too_many() -> None:
-    spec = Weights.of({"w": np.zeros((2, 2), np.float32)}).layout.tensors[0]
-    for rows, fine in ((1 << 20, True), (1 << 21, False)):
-        layout = Layout.of([type(spec)("w", spec.dtype, (rows, 2))])
-        box = Box((rows, 2), (((0, rows),), ((0, 1),)))
-        if fine:
-            assert Shards(layout, [box]).boxes[0].runs == rows
-        else:
-            with pytest.raises(InvalidInputError, match="tensor 'w' lies in too many short runs"):
-                Shards(layout, [box])
-
-
 def test_another_sharding_is_named() -> None:
     layout = Weights.of(model()).layout
     shards = shards_of(layout, 0, 2)
     shards.require(shards_of(layout, 0, 2).boxes)
     with pytest.raises(InvalidInputError, match="'by columns' is sharded in another way"):
         shards.require(shards_of(layout, 1, 2).boxes)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        StoreError("down", transient=True, hint="wait", key="k"),
-        StoreError("gone", transient=False),
-        ConflictError("taken", key="k", hint="stop"),
-        MismatchError("other", rule="layout.differs", version=3, hint="look"),
-        CorruptError("bad", rule="r"),
-        InvalidInputError("wrong"),
-    ],
-)
-def test_errors_cross_to_other_ranks_as_what_they_are(error: DeltasyncError) -> None:
-    there = Failure.of(error, 3).error()
-    assert type(there) is type(error)
-    assert there.message == f"rank 3: {error.message}"
-    assert {**vars(there), "message": ""} == {**vars(error), "message": ""}
-
-
-def test_other_errors_cross_as_text() -> None:
-    there = Failure.of(KeyError("x"), 1).error()
-    assert (type(there), there.message) == (RankError, "rank 1: KeyError: 'x'")
 
 
 def test_skips_are_refused() -> None:

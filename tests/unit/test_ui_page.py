@@ -1,34 +1,26 @@
-"""The page of a feed: its routes, who may read it, what it embeds; and the commands that show a feed."""
+"""The page of a feed: its routes, who may read it, what it embeds."""
 
 import gzip
 import http.client
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from support import LONG_S, join, processes
+from support import LONG_S, join
 from support.feeds import Feed
 from support.replicas import wait_until
 
-from deltasync.cli import main as cli
 from deltasync.errors import InvalidInputError, NotFoundError, StoreError
 from deltasync.format.sealed import Heartbeat
 from deltasync.listener import Request, listening
-from deltasync.store.local import LocalStore
 from deltasync.store.memory import MemoryStore
 from deltasync.ui import page as module
 from deltasync.ui.page import Page, asset, report
 
-Out = pytest.CaptureFixture[str]
 HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
 LOCAL = {"Host": "127.0.0.1:8642"}
 
@@ -226,98 +218,3 @@ def test_a_report_has_everything_inside_and_escapes_foreign_text() -> None:
 def test_a_report_of_nothing_is_refused() -> None:
     with pytest.raises(NotFoundError, match="there is no version"):
         report(MemoryStore())
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("DELTASYNC_TOKEN", raising=False)
-    monkeypatch.chdir(tmp_path)
-    feed = Feed.of(12, LocalStore(tmp_path / "feed"))
-    feed.log.beat(Heartbeat("late", 2, 1, {"engine": HOSTILE, "digest": feed.log.read(2).digest.hex}))
-    return tmp_path
-
-
-def test_report_command(place: Path, capsys: Out) -> None:
-    assert cli.main(["report", "feed", "-o", "report.html", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["head"] == "11"
-    assert (place / "report.html").stat().st_size == printed["bytes"]
-    assert cli.main(["report", "feed", "-o", "feed"]) == 1
-    assert "is a folder" in capsys.readouterr().err
-    assert cli.main(["report", "nowhere", "-o", "other.html"]) == 1
-    assert not (place / "other.html").exists()
-
-
-def test_a_report_replaces_an_earlier_one_and_nothing_else(place: Path, capsys: Out) -> None:
-    assert cli.main(["report", "feed", "-o", "report.html"]) == 0
-    assert cli.main(["report", "feed", "-o", "report.html"]) == 0
-    (place / "index.html").write_text("<!doctype html>precious")
-    (place / "latest.html").symlink_to("report.html")
-    os.mkfifo("pipe")
-    for name in ("index.html", "latest.html", "pipe"):
-        capsys.readouterr()
-        assert cli.main(["report", "feed", "-o", name]) == 1
-        assert f"{name} exists and is not a report that deltasync wrote" in capsys.readouterr().err
-    assert (place / "index.html").read_text() == "<!doctype html>precious"
-    assert (place / "latest.html").is_symlink()
-
-
-def test_watch_once(place: Path, capsys: Out) -> None:
-    assert cli.main(["watch", "feed", "--once"]) == 0
-    plain = capsys.readouterr().out
-    assert "head\tversion 11" in plain
-    assert "Replica late is 9 versions" in plain
-    assert cli.main(["watch", "feed", "--once", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["head"] == 11
-    assert cli.main(["watch", "nowhere", "--once"]) == 1
-
-
-@pytest.mark.parametrize("columns", [40, 80, 200])
-def test_watch_fits_the_terminal(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out, columns: int) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert cli.main(["watch", "feed", "--once"]) == 0
-    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert "version 11" in text
-    assert max(map(len, text.splitlines())) <= columns
-    assert "\x1b" not in text
-
-
-def started(*argv: str, cwd: Path) -> "AbstractContextManager[subprocess.Popen[str]]":
-    environment = {name: value for name, value in os.environ.items() if name != "DELTASYNC_TOKEN"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return processes.running([sys.executable, "-m", "deltasync", *argv], cwd=cwd, env=environment, **pipes)
-
-
-def test_watch_prints_what_changes_until_a_signal(place: Path) -> None:
-    with started("watch", "feed", "--json", cwd=place) as process:
-        assert process.stdout is not None
-        events = [json.loads(process.stdout.readline()) for _ in range(3)]
-        assert {e["event"] for e in events} >= {"head", "replica"}
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LONG_S) == 0
-
-
-def test_ui_serves_until_a_signal(place: Path) -> None:
-    with started("ui", "feed", "--listen", "127.0.0.1:0", "--json", cwd=place) as process:
-        assert process.stderr is not None
-        url = json.loads(process.stderr.readline())["listening"]
-        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=LONG_S)
-        connection.request("GET", "/")
-        assert b"deltasync" in connection.getresponse().read()
-        connection.close()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(LONG_S) == 0
-
-
-@pytest.mark.parametrize("command", ["ui", "watch", "report"])
-def test_a_mistyped_feed_is_refused(place: Path, capsys: Out, command: str) -> None:
-    options = {"ui": ["--listen", "127.0.0.1:0"], "watch": [], "report": ["-o", "report.html"]}
-    assert cli.main([command, "fed", *options[command]]) == 1
-    assert "fed (check that this is the URL of a feed" in capsys.readouterr().err
-    assert not (place / "report.html").exists()
-
-
-def test_ui_refuses_to_listen_for_all_without_a_token(place: Path, capsys: Out) -> None:
-    assert cli.main(["ui", "feed", "--listen", "0.0.0.0:0"]) == 1
-    assert "DELTASYNC_TOKEN" in capsys.readouterr().err

@@ -21,13 +21,12 @@ from support.replicas import wait_until
 from deltasync.blocks import digest
 from deltasync.checkpoint import open_checkpoint
 from deltasync.cli import main as cli
-from deltasync.cli.serve import Launch, needs_model, with_model
+from deltasync.cli.serve import Launch, with_model
 from deltasync.errors import DeltasyncError, InvalidInputError, NotFoundError
 from deltasync.feed.log import Log
 from deltasync.files import locked
 from deltasync.store.local import LocalStore
 from deltasync.vllm.bootstrap import MODEL, BareModel
-from deltasync.vllm.settings import Settings
 
 Out = pytest.CaptureFixture[str]
 FEED = {"DELTASYNC_FEED": "feed"}
@@ -129,28 +128,6 @@ def test_a_base_that_is_here_is_used(place: Path) -> None:
 
 
 # --- What vLLM is started with ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "needed"),
-    [
-        ([], FEED, True),
-        (["--port", "8000", "--load-format", "deltasync"], FEED, True),
-        (["--model", "m"], FEED, False),
-        (["--model=m"], FEED, False),
-        (["--config", "vllm.yaml"], FEED, False),
-        (["--load-format", "dummy", "--model", "m"], FEED, False),
-        ([], {"DELTASYNC_ADAPTERS": "a=b"}, False),
-    ],
-)
-def test_when_the_feed_gives_the_model(arguments: list[str], environment: dict[str, str], needed: bool) -> None:
-    assert needs_model(arguments, Settings.from_environment(environment)) is needed
-
-
-def test_weights_from_elsewhere_need_a_model() -> None:
-    with pytest.raises(InvalidInputError, match="--load-format dummy needs a model") as caught:
-        needs_model(["--load_format=dummy"], Settings.from_environment(FEED))
-    assert "--model MODEL" in str(caught.value.hint)
 
 
 def test_a_mirror_that_another_server_uses(place: Path) -> None:

@@ -1,4 +1,4 @@
-"""The releases of vLLM that the plugin is tested with."""
+"""The releases of vLLM that the plugin is tested with, and the architectures of the zoo."""
 
 import asyncio
 import logging
@@ -6,8 +6,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from zoo.models import MODELS
+from zoo.page import rows
 
-from deltasync.vllm.releases import NEWEST, OLDEST, check_pauses, warn_if_untested
+from deltasync.vllm.releases import NEWEST, OLDEST, TESTED, check_pauses, warn_if_not_in_zoo, warn_if_untested
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,3 +75,20 @@ def test_since_0_31_vllm_checks_its_caches_itself() -> None:
     check_pauses(client, "0.31.0")
     asyncio.run(client.pause_generation(mode="keep", clear_cache=True))
     assert client.calls == [("pause", "keep", True)]
+
+
+PAGE = Path(__file__).parents[2] / "docs/vllm.md"
+
+
+def test_the_package_lists_the_architectures_of_the_zoo() -> None:
+    assert sorted(TESTED) == sorted({model.architecture for model in MODELS.values() if not model.unserved})
+
+
+def test_the_page_has_a_row_for_each_model_and_no_result_is_bad() -> None:
+    outcomes = {name: row.split("|")[-3].strip() for name, row in rows(PAGE.read_text()).items()}
+    assert outcomes == {name: "not served" if model.unserved else "equal" for name, model in MODELS.items()}
+
+
+def test_an_architecture_outside_the_zoo_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    warn_if_not_in_zoo(["LlamaForCausalLM", "NewForCausalLM"])
+    assert [record.args for record in caplog.records] == [("NewForCausalLM",)]

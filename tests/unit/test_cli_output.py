@@ -17,20 +17,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import LONG_S, processes
+from support.commands import Out
 from support.helpers import changed, state, write_sharded
 
 import deltasync
 from deltasync.cli import main as cli
 from deltasync.cli.main import build_parser
-from deltasync.cli.output import Column, duration_text, fitted_widths, ratio_text, shortened, text_width
+from deltasync.cli.output import (
+    Column,
+    Output,
+    duration_text,
+    fitted_widths,
+    ranges_text,
+    ratio_text,
+    shortened,
+    size_text,
+    text_width,
+    time_text,
+)
 from deltasync.feed.log import Log
 from deltasync.format import keys
 from deltasync.format.digest import StateDigest
 from deltasync.format.manifest import Manifest, PayloadRef
 from deltasync.format.sealed import FloorRecord, Heartbeat
 from deltasync.store.local import LocalStore
-
-Out = pytest.CaptureFixture[str]
 
 FIRST, HEAD = 1_234_560, 1_234_584
 ELEMENTS = 405_853_388_800
@@ -323,3 +333,50 @@ def test_duration_text(seconds: float, expected: str) -> None:
 )
 def test_ratio_text(part: int, whole: int, expected: str) -> None:
     assert ratio_text(part, whole) == expected
+
+
+def test_alarming_rows_are_red_on_a_terminal(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    out = Output.of(is_json=False, is_plain=False, is_quiet=False)
+    out.table("t", (Column("a"),), [("good",), ("bad",)], alarming=[1])
+    good, bad = (text for text in capsys.readouterr().out.splitlines() if "good" in text or "bad" in text)
+    assert "\x1b[31m" in bad
+    assert "\x1b[31m" not in good
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 3, 7, 9, 10], "0, 2-3, 7, 9-10")]
+)
+def test_ranges_text(versions: list[int], expected: str) -> None:
+    assert ranges_text(versions) == expected
+
+
+@pytest.mark.parametrize(
+    ("unix_s", "expected"),
+    [(0, "1970-01-01 00:00:00"), (1_700_000_000, "2023-11-14 22:13:20"), (2**63 - 1, str(2**63 - 1))],
+)
+def test_time_text(unix_s: int, expected: str) -> None:
+    assert time_text(unix_s) == expected
+
+
+def test_bars_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    with Output.of(is_json=False, is_plain=False, is_quiet=False).bars() as progress:
+        assert progress is None
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Output.of(is_json=False, is_plain=False, is_quiet=True).bars() as progress:
+        assert progress is None
+    with Output.of(is_json=False, is_plain=False, is_quiet=False).bars() as progress:
+        assert progress is not None
+        progress("encode", 1, 2)
+        progress("encode", 2, 2)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (1_234_567, "1.23 MB"), (5 * 10**15, "5000.00 TB")],
+)
+def test_size_text(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text

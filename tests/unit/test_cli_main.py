@@ -1,27 +1,33 @@
-"""Help, suggestions, the default feed, and the completion of shells."""
+"""Help and the pages, completion of shells, exit codes and errors, signals."""
 
 import argparse
 import json
+import logging
 import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
 
 import pytest
-from support import processes
-from support.helpers import state, write_sharded
+from support import LONG_S, processes
+from support.commands import Out, run
+from support.helpers import changed, safetensors_bytes, state, write_sharded
 from support.servers import missing
 
 import deltasync
+from deltasync import errors
 from deltasync.cli import main as cli
 from deltasync.cli.main import build_parser, parse
-from deltasync.cli.parser import Parser, UsageError
+from deltasync.cli.parser import Parser
 from deltasync.replica.folder import Hook
 from deltasync.replica.loop import SCRUB_S
 
-Out = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs/commands.md"
 PAGES = sorted(
@@ -43,12 +49,6 @@ HEAVY = {"numpy", "rich", "obstore", "shtab", "torch", "prometheus_client", "vll
 def commands() -> dict[str, Parser]:
     (subparsers,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     return subparsers.choices
-
-
-def usage_error(*argv: str, **environment: str) -> UsageError:
-    with pytest.raises(UsageError) as caught:
-        parse(argv, environment=environment)
-    return caught.value
 
 
 # --- help -------------------------------------------------------------------------------------------------------------
@@ -179,91 +179,6 @@ def test_no_module_of_a_command_imports_much_before_it_runs() -> None:
     assert HEAVY.isdisjoint(name.partition(".")[0] for name in loaded)
 
 
-# --- did you mean -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["lgo", "feed"], "there is no command 'lgo': did you mean log?"),
-        (["complete", "bash"], "there is no command 'complete': did you mean completion?"),
-        (["qqqq"], "there is no command 'qqqq'"),
-        (["log", "feed", "--jsno"], "there is no option '--jsno': did you mean --json?"),
-        (["log", "feed", "--verbos=1"], "argument -v/--verbose: ignored explicit argument '1'"),
-        (["log", "feed", "-x"], "there is no option '-x'"),
-        (["serve", "--pause", "kep"], "argument --pause: 'kep' is none of keep, abort, wait: did you mean keep?"),
-        (["completion", "sh"], "argument shell: 'sh' is none of bash, zsh, fish"),
-        (["log"], "URL is missing (or set DELTASYNC_FEED)"),
-        (["publish", "feed"], "CHECKPOINT is missing"),
-        (["diff", "-o", "d"], "OLD and NEW are missing"),
-        (["log", "feed", "more"], "there is one argument too many: 'more'"),
-        (["show", "feed", "-best"], "there is no option '-best'"),
-        (["show", "feed", "9best"], "argument VERSION: '9best' is neither a version nor the name of a pin"),
-        (["show", "feed", 5000 * "9"], f"argument VERSION: '{79 * '9'} is not a whole number from 0 on"),
-        (["pin", "feed", 5000 * "9"], f"argument VERSION: '{79 * '9'} is not a whole number from 0 on"),
-        (["restore", "feed", "-o", "out", "--version", 30 * "9"], f"argument --version: '{30 * '9'}' is not a whole"),
-        (["verify", "feed", "--threads", "1025"], "argument --threads: '1025' is not a whole number from 1 to 1,024"),
-        (["doctor", "feed", "--probe-mb", "9999999"], "argument --probe-mb: '9999999' is not a whole number from 1 to"),
-        (["publish", "feed", "--watch", "step_1", "step_2"], "there is one argument too many: 'step_2' (a pattern"),
-    ],
-)  # fmt: skip
-def test_wrong_usage_says_what_was_meant(argv: list[str], message: str, capsys: Out) -> None:
-    assert usage_error(*argv).message.startswith(message)
-    with pytest.raises(SystemExit) as caught:
-        cli.main(argv)
-    assert caught.value.code == 2
-    assert capsys.readouterr() == ("", f"error: {usage_error(*argv).message} ({usage_error(*argv).hint})\n")
-    with pytest.raises(SystemExit):
-        cli.main([*argv, "--json"])
-    found = json.loads(capsys.readouterr().err)["error"]
-    assert (found["kind"], found["exit_code"]) == ("usage", 2)
-
-
-# --- the default feed -------------------------------------------------------------------------------------------------
-
-ENV = {"DELTASYNC_FEED": "s3://b/env"}
-
-
-@pytest.mark.parametrize(
-    ("argv", "fields"),
-    [
-        (["log"], {"url": "s3://b/env"}),
-        (["log", "mine"], {"url": "mine"}),
-        (["log", "--json", "mine", "--all"], {"url": "mine", "json": True, "all": True}),
-        (["show"], {"url": "s3://b/env", "version": None}),
-        (["show", "7"], {"url": "s3://b/env", "version": 7}),
-        (["show", "mine"], {"url": "mine", "version": None}),
-        (["show", "./7"], {"url": "./7", "version": None}),
-        (["show", "mine", "--json", "7"], {"url": "mine", "version": 7}),
-        (["publish", "ckpt"], {"url": "s3://b/env", "checkpoint": "ckpt"}),
-        (["publish", "mine", "--step", "3", "ckpt"], {"url": "mine", "checkpoint": "ckpt", "step": 3}),
-        (["restore", "-o", "out"], {"url": "s3://b/env"}),
-        (["follow", "--target", "live"], {"url": "s3://b/env"}),
-        (["doctor"], {"url": "s3://b/env"}),
-        (["doctor", "mine"], {"url": "mine"}),
-    ],
-)
-def test_the_feed_of_the_environment(argv: list[str], fields: dict[str, object]) -> None:
-    args = vars(parse(argv, environment=ENV))
-    assert {name: args[name] for name in fields} == fields
-
-
-def test_a_number_is_a_feed_without_the_environment() -> None:
-    args = parse(["show", "7"], environment={})
-    assert (args.url, args.version) == ("7", None)
-    assert parse(["doctor"], environment={}).url is None
-
-
-def test_the_feed_of_the_environment_in_a_process(tmp_path: Path) -> None:
-    write_sharded(tmp_path / "c0", state())
-    environment = {**os.environ, "DELTASYNC_FEED": str(tmp_path / "feed")}
-    for arguments in (["publish", str(tmp_path / "c0")], ["show"]):
-        command = [sys.executable, "-m", "deltasync", *arguments]
-        done = processes.run(command, env=environment)
-        assert done.returncode == 0, done.stderr
-    assert f"digest\t{deltasync.digest(state())}" in done.stdout
-
-
 # --- completion -------------------------------------------------------------------------------------------------------
 
 COMPLETE = """
@@ -318,3 +233,210 @@ def test_the_scripts_are_valid(scripts: Path, shell: str, option: str) -> None:
         missing(f"{shell} is not installed")
     done = processes.run([shell, option, str(scripts / shell)])
     assert (done.returncode, done.stderr) == (0, "")
+
+
+PYTHON = [sys.executable, "-W", "ignore", "-m", "deltasync"]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in: `old` (sharded), `new` (sharded), `one.safetensors` (old in one file)."""
+    write_sharded(tmp_path / "old", state())
+    write_sharded(tmp_path / "new", changed(state()), shards=3)
+    (tmp_path / "one.safetensors").write_bytes(safetensors_bytes(state()))
+    monkeypatch.chdir(tmp_path)
+    # Child processes find the package that this process found, wherever they run.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(Path(deltasync.__file__).absolute().parents[1]))
+    return tmp_path
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+# --- errors, signals, output that breaks off --------------------------------------------------------------------------
+
+
+def test_version(capsys: Out) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("--version")
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"deltasync {deltasync.__version__}\n"
+
+
+CODES: list[tuple[BaseException, int]] = [
+    (errors.ConflictError("x"), 4),
+    (errors.CorruptError("x"), 3),
+    (errors.MismatchError("x"), 3),
+    (errors.FormatError("x"), 3),
+    (errors.NotFoundError("x"), 1),
+    (errors.InvalidInputError("x"), 1),
+    (errors.StoreError("x", transient=True), 1),
+    (PermissionError(13, "denied", "f"), 1),
+    (KeyboardInterrupt(), 130),
+    (RuntimeError("a bug"), 1),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), CODES, ids=[type(e).__name__ for e, _ in CODES])
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: Out, error: BaseException, code: int) -> None:
+    def fail(path: str, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("deltasync.oneshot.inspect", fail)
+    assert run("inspect", "x") == code
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(13, "Permission denied", "f"), "f: Permission denied (check the owner and the mode"),
+        (OSError(28, "No space left on device", "f"), "f: No space left on device (the disk is full"),
+        (OSError(30, "Read-only file system", "f"), "f: Read-only file system (the file system is mounted read-only"),
+        (OSError(18, "Invalid cross-device link", "a", None, "b"), "a and b: Invalid cross-device link\n"),
+        (OSError("a plain text"), "a plain text\n"),
+        (OSError(28, "No space left", "out/.d.0123456789ab.tmp/x"), "out/d/x: No space left (the disk is full"),
+    ],
+    ids=["permission", "full", "read-only", "two files", "text", "a temporary file"],
+)
+def test_errors_of_files_say_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: Out, error: OSError, message: str
+) -> None:
+    def fail(path: str, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("deltasync.oneshot.inspect", fail)
+    assert run("inspect", "x") == 1
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert run("inspect", "x", "--json") == 1
+    found = json.loads(capsys.readouterr().err)["error"]
+    assert (found["kind"], found["key"] is None) == ("os", error.filename is None)
+
+
+def test_errors_as_json(place: Path, capsys: Out) -> None:
+    """One line with all that the error knows."""
+    run("diff", "new", "old", "-o", "d")
+    capsys.readouterr()
+    assert run("apply", "old", "d", "-o", "out", "--json") == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    found = json.loads(err)["error"]
+    assert found.keys() == {"kind", "message", "rule", "hint", "key", "version", "exit_code"}
+    assert (found["kind"], found["rule"], found["exit_code"]) == ("mismatch", "payload.parent", 3)
+    assert found["hint"] == "apply it to the state that it was made against"
+
+
+def test_levels_of_the_log(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    def chatty(path: str, **options: object) -> None:
+        logger = logging.getLogger("deltasync.feed")
+        logger.debug("a detail")
+        logger.info("what is done")
+        logger.warning("something odd: %s", "\x1b[2J")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("built without kernels", RuntimeWarning, stacklevel=1)
+        raise errors.InvalidInputError("wrong")
+
+    monkeypatch.setattr("deltasync.oneshot.inspect", chatty)
+    odd = ["warning: something odd: \\x1b[2J", "warning: built without kernels"]
+    for options, expected in (
+        ([], odd),
+        (["-q"], []),
+        (["-v"], ["info: what is done", *odd]),
+        (["-vv"], ["debug: a detail", "info: what is done", *odd]),
+    ):
+        assert run("inspect", "x", *options) == 1
+        assert capsys.readouterr().err.splitlines() == [*expected, "error: wrong"]
+    assert run("inspect", "x", "--json") == 1
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["log"]["message"] for line in lines[:2]] == [text.removeprefix("warning: ") for text in odd]
+    assert lines[2]["error"]["message"] == "wrong"
+    assert not logging.getLogger("deltasync").handlers, "nothing is left behind in this process"
+
+
+def test_the_program(place: Path) -> None:
+    done = processes.run([*PYTHON, "diff", "old", "new", "-o", "d"])
+    assert (done.returncode, done.stderr) == (0, "")
+    done = processes.run([*PYTHON, "apply", "new", "d", "-o", "out"])
+    assert done.returncode == 3
+    assert deltasync.digest("old").hex in done.stderr
+    assert deltasync.digest("new").hex in done.stderr
+    assert done.stdout == ""
+    assert not (place / "out").exists()
+    assert processes.run([*PYTHON]).returncode == 2
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_reader_that_leaves_early(place: Path, option: list[str]) -> None:
+    run("diff", "old", "new", "-o", "d")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = processes.run([*PYTHON, "inspect", "d", *option], stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["log", "--help"], ["--version"], ["digest", "old"]])
+def test_output_that_cannot_be_written(place: Path, arguments: list[str]) -> None:
+    """A reader that has gone, a full disk, a closed stdout: an exit code, and no traceback."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = processes.run([*PYTHON, *arguments], stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+    with open("/dev/full", "w") as full:
+        done = processes.run([*PYTHON, *arguments], stdout=full)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: No space left on device (")
+    assert done.stderr.count("\n") == 1
+    command = ["sh", "-c", '"$@" >&-', "sh", *PYTHON, *arguments]
+    done = processes.run(command)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_interrupt_leaves_nothing(place: Path) -> None:
+    """Interrupted while the copy is being filled, the command removes it and says 130."""
+    run("diff", "old", "new", "-o", "d")
+    before = names(place)
+    script = (
+        "import sys, time\n"
+        "from deltasync import blocks\n"
+        "blocks.decode_into = lambda *a, **k: (print('filling', flush=True), time.sleep(600))\n"
+        "from deltasync.cli.main import main\n"
+        "sys.exit(main(['apply', 'old', 'd', '-o', 'out']))\n"
+    )
+    with processes.running(
+        [sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "filling\n"
+        assert names(place) != before, "the temporary folder is there"
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=LONG_S)
+    assert (process.returncode, err) == (130, "error: interrupted\n")
+    assert names(place) == before
+
+
+INTERRUPTER = """
+import importlib.abc, os, signal, sys
+
+class Interrupter(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+"""
+
+
+@pytest.mark.parametrize("module", ["deltasync.cli.main", "numpy", "deltasync.cli.feeds", "deltasync.upkeep.verify"])
+def test_an_interrupt_while_modules_are_imported(tmp_path: Path, module: str) -> None:
+    (tmp_path / "run.py").write_text(f"{INTERRUPTER}\nfrom deltasync.__main__ import main\nsys.exit(main())\n")
+    environment = {**os.environ, "INTERRUPT_AT": module}
+    command = [sys.executable, str(tmp_path / "run.py"), "log", "nowhere"]
+    done = processes.run(command, env=environment)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")

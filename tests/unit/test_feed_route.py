@@ -1,4 +1,4 @@
-"""Feeds that begin with a checkpoint which replicas have."""
+"""Ways to a version: feeds that begin with a checkpoint which replicas have."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from support.helpers import changed, state, write_sharded
 from deltasync.checkpoint import open_checkpoint
 from deltasync.errors import DeltasyncError, InvalidInputError, MismatchError, NotFoundError
 from deltasync.feed.plan import Edge
-from deltasync.feed.route import open_base
+from deltasync.feed.route import Route, open_base
 from deltasync.format import keys
 from deltasync.format.manifest import BaseRef
 from deltasync.upkeep.restore import restore
@@ -187,3 +187,10 @@ def test_a_repository_without_weights(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(MismatchError, match="no safetensors files"):
         restore(based("org/model", "main").store, tmp_path / "out")
     assert hub.downloaded == []
+
+
+def test_a_route_opens_each_start_once() -> None:
+    feed = Feed.of(2)
+    route = Route(feed.log, feed.log.read(1))
+    assert route.layout() is route.layout()
+    assert route.plan() is route.plan()

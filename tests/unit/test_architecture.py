@@ -129,3 +129,25 @@ def test_the_walk_shows_the_layers_of_the_linter() -> None:
     shown = re.findall(r"^```\n((?:[a-z_| ]+\n)+)```", text, re.M)
     wanted = [layer for layer in layers() if layer != {"__main__"}]
     assert [set(line.split(" | ")) for line in shown[-1].splitlines()] == wanted
+
+
+ELSEWHERE = {
+    "codecs.coo": "property/test_roundtrip.py",
+    "codecs.planes": "property/test_roundtrip.py",
+    "format.limits": "attacks/test_attacks.py",
+    "frameworks": "unit/test_nemo_rl.py",
+    "kernels.rans": "property/test_kernels.py",
+    "kernels.reference": "property/test_kernels.py",
+    "store.memory": "conformance/test_testing_conformance.py",
+    "vllm.engine": "e2e/test_vllm.py",
+    "vllm.plugin": "e2e/test_vllm.py",
+}
+"""Modules whose tests are not found by their name: constants, twins that are compared, and what needs a framework."""
+
+
+def test_the_tests_of_a_module_are_found_by_its_name() -> None:
+    tests = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    files = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py") if path.stem[0] != "_")
+    modules = {".".join(path.parts) for path in files}
+    assert {name for name in modules if f"test_{name.replace('.', '_')}" not in tests} == set(ELSEWHERE)
+    assert [path for path in ELSEWHERE.values() if not (ROOT / "tests" / path).is_file()] == []

@@ -116,7 +116,7 @@ def test_the_public_face_is_the_golden_one() -> None:
     new = [line for line in face if line not in wanted]
     assert face == wanted, (
         "the public names or signatures have changed. If that is intended: add it to CHANGELOG.md, and run "
-        f"`python tests/unit/test_public_api.py > {GOLDEN}`\n"
+        f"`PYTHONPATH=tests python tests/unit/test_public_api.py > {GOLDEN}`\n"
         + "\n".join([*(f"- {line}" for line in gone), *(f"+ {line}" for line in new)])
     )
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from deltasync.errors import CorruptError, FormatError
 from deltasync.format import limits
 from deltasync.format.digest import StateDigest
-from deltasync.format.sealed import FORMAT, Fields, is_count, read_sealed, require_seal, sealed
+from deltasync.format.sealed import FORMAT, Fields, read_sealed, require_seal, sealed
 
 Data = bytes | bytearray | memoryview
 Kind = Literal["anchor", "delta", "skip", "base"]
@@ -122,23 +122,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Sealed canonical JSON: equal manifests have equal bytes. CorruptError for one that a reader would refuse."""
-        _check_kind(self)
-        for name in ("version", "parent", "step", "elements", "changed", "created_unix_s"):
-            value = getattr(self, name)
-            if value is not None and not is_count(value, most=limits.COUNT_MAX):
-                raise CorruptError(
-                    f"{name} of the manifest must be a whole number from 0 to {limits.COUNT_MAX}, not {value!r:.80}",
-                    rule="manifest.field",
-                )
-        is_named = self.writer and (self.base is None or self.base.checkpoint)
-        if not is_named or not all(isinstance(text, str) for text in self.extra.values()):
-            raise CorruptError("writer, base and extra of the manifest must be texts", rule="manifest.field")
         data = sealed(self.to_json())
-        if len(data) > limits.MANIFEST_BYTES_MAX:
-            raise CorruptError(
-                f"the manifest has more than {limits.MANIFEST_BYTES_MAX} bytes, the most that are allowed",
-                rule="manifest.size",
-            )
+        self.from_bytes(data)
         return data
 
     @classmethod
@@ -155,9 +140,6 @@ class Manifest:
             )
         parent_digest, files = found.values["parent_digest"], found.optional_object("files")
         timeline = found.optional_object("timeline")
-        payloads = {item.sha256("sha256"): PayloadRef.from_fields(item) for item in found.objects("payloads")}
-        if len(payloads) != len(found.values["payloads"]):
-            raise CorruptError("the manifest lists a payload twice", rule="manifest.payloads")
         manifest = cls(
             kind=kind,
             version=found.count("version"),
@@ -168,7 +150,7 @@ class Manifest:
             digest=StateDigest.from_hex(found.values["digest"]),
             elements=found.count("elements"),
             changed=found.optional_count("changed"),
-            payloads=tuple(payloads.values()),
+            payloads=tuple(PayloadRef.from_fields(item) for item in found.objects("payloads")),
             files=None if files is None else PayloadRef.from_fields(files),
             writer=found.text("writer"),
             created_unix_s=found.count("created_unix_s"),

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+import deltasync
 from deltasync.cli import main as cli
 
 from . import processes
-from .helpers import changed, state, write_sharded
+from .helpers import changed, safetensors_bytes, state, write_sharded
 
 Out = pytest.CaptureFixture[str]
 
@@ -29,6 +30,29 @@ def write_checkpoints(folder: Path, count: int) -> None:
     for i in range(count):
         write_sharded(folder / f"c{i}", tensors)
         tensors = changed(tensors, seed=i)
+
+
+def enter_feed(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> Path:
+    """Work in this folder, with checkpoints c0 to c3, one step apart, and `feed`, which has the first three."""
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("DELTASYNC_TOKEN", raising=False)
+    write_checkpoints(folder, 4)
+    for i in range(3):
+        assert run("publish", "feed", f"c{i}") == 0
+    capsys.readouterr()
+    return folder
+
+
+def enter_checkpoints(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in this folder, with `old` and `new` (both sharded) and `one.safetensors` (`old` in one file)."""
+    write_sharded(folder / "old", state())
+    write_sharded(folder / "new", changed(state()), shards=3)
+    (folder / "one.safetensors").write_bytes(safetensors_bytes(state()))
+    monkeypatch.chdir(folder)
+    # Child processes find the package that this process found, wherever they run.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(Path(deltasync.__file__).absolute().parents[1]))
+    return folder
 
 
 def read_json(capsys: Out) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import processes
-from support.commands import Out, run
-from support.helpers import changed, safetensors_bytes, state, write_sharded
+from support.commands import Out, enter_checkpoints, run
+from support.helpers import changed, safetensors_bytes, state
 
 import deltasync
 from deltasync.cli import main as cli
@@ -21,14 +21,7 @@ PYTHON = [sys.executable, "-W", "ignore", "-m", "deltasync"]
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in: `old` (sharded), `new` (sharded), `one.safetensors` (old in one file)."""
-    write_sharded(tmp_path / "old", state())
-    write_sharded(tmp_path / "new", changed(state()), shards=3)
-    (tmp_path / "one.safetensors").write_bytes(safetensors_bytes(state()))
-    monkeypatch.chdir(tmp_path)
-    # Child processes find the package that this process found, wherever they run.
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(Path(deltasync.__file__).absolute().parents[1]))
-    return tmp_path
+    return enter_checkpoints(tmp_path, monkeypatch)
 
 
 def names(folder: Path) -> set[str]:

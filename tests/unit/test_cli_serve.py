@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support import LONG_S
-from support.commands import Out, line, process, refusal, run, write_checkpoints
+from support.commands import Out, enter_feed, line, process, refusal, run
 
 from deltasync.cli.serve import needs_model, prepare_launch
 from deltasync.errors import InvalidInputError
@@ -17,13 +17,7 @@ TOKEN = "some-token"
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> Path:
     """A folder to work in: checkpoints c0 to c3, one step apart, and `feed` with the first three."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("DELTASYNC_TOKEN", raising=False)
-    write_checkpoints(tmp_path, 4)
-    for i in range(3):
-        assert run("publish", "feed", f"c{i}") == 0
-    capsys.readouterr()
-    return tmp_path
+    return enter_feed(tmp_path, monkeypatch, capsys)
 
 
 OURS = ("--weight-transfer-config", '{"backend": "deltasync"}')

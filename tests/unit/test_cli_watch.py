@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support import LONG_S, processes
-from support.commands import Out, refusal, run, write_checkpoints
+from support.commands import Out, enter_feed, refusal, run
 from support.feeds import Feed
 
 import deltasync
@@ -32,13 +32,7 @@ PHASES = {"plan", "fetch", "decode", "stage", "commit", "pause"}
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> Path:
     """A folder to work in: checkpoints c0 to c3, one step apart, and `feed` with the first three."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("DELTASYNC_TOKEN", raising=False)
-    write_checkpoints(tmp_path, 4)
-    for i in range(3):
-        assert run("publish", "feed", f"c{i}") == 0
-    capsys.readouterr()
-    return tmp_path
+    return enter_feed(tmp_path, monkeypatch, capsys)
 
 
 def beat(replica: str, version: int | None, *, age_s: int = 10, **facts: str) -> None:
